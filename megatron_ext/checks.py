@@ -1,0 +1,110 @@
+"""Run-time self-checks `--ext-check`: what can be verified while training, at a price.
+
+`replicas` is implemented here and works for every run; `bytes` and `layouts` are offered by features that
+declare them (feature table), and asking for one that nothing enabled offers is refused by a rule.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron_ext.hooks import before_optimizer_step, bound
+from megatron_ext.patching import Patch
+
+
+class ReplicaError(RuntimeError):
+    """Parameters that should be equal on several ranks are not."""
+
+
+def check_replicas(model_chunks: Iterable[Any], step: int) -> int:
+    """Compare replicated parameters bit for bit and return how many were compared on this rank.
+
+    All dense parameters must agree over the data-parallel (x context-parallel) group, and those that tensor
+    parallelism does not split (norms, biases after a row-parallel linear) over the tensor-parallel group.
+
+    Raises:
+        ReplicaError: names the parameter, the step and the ranks that differ from the first one.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    compared = 0
+    for chunk in model_chunks:
+        named = list(unwrap_model(chunk).named_parameters())
+        dense = [(name, p) for name, p in named if getattr(p, "allreduce", True)]
+        whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
+        for params, group, axis in ((dense, data_group, "data"), (whole, tensor_group, "tensor")):
+            if group.size() > 1 and params:
+                _compare(params, group, axis, step)
+                compared += len(params)
+    return compared
+
+
+def _compare(params: list[tuple[str, Any]], group: Any, axis: str, step: int) -> None:
+    import torch
+
+    sums = torch.stack([_checksum(p) for _, p in params])
+    every = torch.empty((group.size(), *sums.shape), dtype=sums.dtype, device=sums.device)
+    torch.distributed.all_gather_into_tensor(every, sums, group=group)
+    different = (every != every[0]).any(dim=-1)
+    if not different.any():
+        return
+    ranks = torch.distributed.get_process_group_ranks(group)
+    lines = [
+        f"  {name}: ranks {[ranks[i] for i in different[:, column].nonzero().flatten().tolist()]} differ"
+        for column, (name, _) in enumerate(params)
+        if different[:, column].any()
+    ]
+    raise ReplicaError(
+        f"--ext-check replicas, step {step}: parameters differ within the {axis}-parallel group {ranks} "
+        f"(reference: rank {ranks[0]}):\n" + "\n".join(lines[:20])
+    )
+
+
+def _checksum(param: Any) -> Any:
+    """Two 64-bit sums of the bit patterns, the second weighted by position: int64 `[2]`."""
+    import torch
+
+    flat = param.detach().contiguous().view(-1)
+    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    bits = bits.to(torch.int64)
+    place = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return torch.stack([bits.sum(), (bits * place).sum()])
+
+
+def patches(names: Iterable[str]) -> list[Patch]:
+    """Patches of the checks asked for that live here."""
+    if "replicas" not in names:
+        return []
+    return [
+        Patch(
+            "megatron.training.training:train_step",
+            _replicas_around_train_step,
+            "wrap",
+            "compare replicated parameters once per step",
+            "check:replicas",
+            needs=("model", "optimizer", "iteration"),
+        )
+    ]
+
+
+def catalogue() -> list[Patch]:
+    """Patches of all checks, for the contract."""
+    return patches(("replicas",))
+
+
+def _replicas_around_train_step(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        call = bound(original, args, kwargs)
+
+        # Before the optimizer step every parameter has been used, so overlapped gathers have finished.
+        def check() -> None:
+            check_replicas(call["model"], call["iteration"] + 1)
+
+        with before_optimizer_step(call["optimizer"], check):
+            return original(*args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,289 @@
+"""The launcher: `torchrun ... -m megatron_ext [--cpu] [--ext-config FILE.yaml] SCRIPT ARGS...`.
+
+It checks versions and import paths, patches what the given flags ask for (all or nothing) and runs the user's
+script, unmodified, as `__main__`.
+"""
+
+import os
+import runpy
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_ext import __version__, compat, config, configfile, cpu, features, problems, rules
+from megatron_ext.patching import Applied, Patch, PatchError
+
+
+@dataclass
+class Options:
+    """What stands in front of the script's name, the script, and its arguments."""
+
+    cpu: bool = False
+    ext_config: str | None = None
+    script: str | None = None
+    args: list[str] = field(default_factory=list)
+
+
+def parse_front(argv: list[str]) -> Options:
+    """Read the launcher's own options; exits 2 with a message when they make no sense."""
+    options = Options()
+    rest = list(argv)
+    while rest and rest[0].startswith("-"):
+        flag, _, value = rest.pop(0).partition("=")
+        if flag == "--cpu":
+            options.cpu = True
+        elif flag == "--ext-config":
+            if not value and not rest:
+                problems.refuse(["--ext-config needs a file: --ext-config FILE.yaml."])
+            options.ext_config = value or rest.pop(0)
+        else:
+            problems.refuse(
+                [
+                    f"The launcher has no option {flag}. In front of the script stand only --cpu and "
+                    f"--ext-config FILE.yaml; Megatron's flags and ours go behind it: "
+                    f"-m megatron_ext [--cpu] pretrain_gpt.py {flag} ..."
+                ]
+            )
+    if not rest:
+        problems.refuse(
+            ["No script was given. Write: torchrun ... -m megatron_ext [--cpu] pretrain_gpt.py FLAGS..."]
+        )
+    options.script, options.args = rest[0], rest[1:]
+    return options
+
+
+def read_config(options: Options) -> list[str]:
+    """Arguments of the script after `--ext-config` (in front of it or among its flags) was expanded."""
+    given = config.preparse(options.args).ext_config
+    file = options.ext_config or given
+    if file is None:
+        return options.args
+    try:
+        return configfile.merge(configfile.read(file), options.args)
+    except ValueError as problem:
+        problems.refuse([str(problem)])
+
+
+class Launcher:
+    """One launch on one rank; `undo()` restores everything that `prepare()` patched."""
+
+    def __init__(self, options: Options, args: list[str]):
+        self.options = options
+        self.args = args
+        self.flags = config.preparse(args)
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.record: Any = None
+        self._applied: list[Applied] = []
+        self._parser: Any = None
+
+    def log(self, text: str) -> None:
+        """One line on rank 0."""
+        if self.rank == 0:
+            print(f"[megatron_ext] {text}", flush=True)
+
+    # --- before the script ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Everything that can be refused before megatron is imported."""
+        found = [] if os.path.isfile(self.options.script) else [self._missing_script()]
+        if "--cpu" in self.args:
+            found.append(
+                "--cpu stands behind the script. It is an option of the launcher: "
+                f"-m megatron_ext --cpu {self.options.script} ..."
+            )
+        found += compat.check_versions() + compat.check_import_paths()
+        if found:
+            problems.refuse(found)
+
+    def _missing_script(self) -> str:
+        name = self.options.script
+        hint = ""
+        if os.path.basename(name) == "pretrain_gpt.py":
+            hint = " megatron_ext's own pretrain_gpt.py lies at the top of its checkout."
+        return f"There is no script {name} (from {os.getcwd()}). Give the path of your training script.{hint}"
+
+    def prepare(self) -> None:
+        """Install all patches: torch's CPU answers first, then megatron's; all or none."""
+        on = features.enabled_features(self.flags)
+        if self.options.cpu:
+            self._prepare_cpu()
+        import megatron.training  # noqa: F401  (aliases exist only once the modules are loaded)
+
+        contract = self._contract()
+        self.log(
+            f"megatron_ext {__version__} on megatron-core {compat.megatron_version()} "
+            f"({os.path.dirname(sys.modules['megatron.core'].__file__)})"
+        )
+        for fix in compat.workarounds_present():
+            self.log(f"workaround: {fix.target}: {fix.why}")
+        patches = self._patches(on)
+        self._apply(patches, contract)
+        self.log("features on: " + (", ".join(f.name for f in on) or "none (stock Megatron)"))
+        if self.record is not None:
+            self.record.info = {
+                "argv": [self.options.script, *self.args],
+                "cpu_mode": self.options.cpu,
+                "features": [feature.name for feature in on],
+                "patches": [r for applied in self._applied for r in applied.records if r["feature"] != "cpu"],
+            }
+
+    def _prepare_cpu(self) -> None:
+        cpu.set_environment()
+        hidden = cpu.hide_gpu_packages()
+        self.log("--cpu: stock Megatron runs on CPU with gloo; CUDA queries get CPU answers, no numerics change")
+        if hidden:
+            self.log(f"--cpu: hidden GPU packages: {', '.join(hidden)}")
+        self._apply(cpu.torch_patches(), None, quiet=True)
+
+    def _contract(self):
+        from megatron_ext.contract import load_contract
+
+        return load_contract(compat.megatron_version())
+
+    def _patches(self, on: list) -> list[Patch]:
+        from megatron_ext import checks, grads, record
+
+        out = list(compat.workarounds_present())
+        if self.options.cpu:
+            out += cpu.megatron_patches()
+        out += argument_patches(self)
+        for feature in on:
+            out += feature.patches()
+        # The record comes last: wraps compose in order, so it sees what everything else did.
+        out += checks.patches(config.check_names(self.flags))
+        if self.flags.ext_dump_grads:
+            out += grads.patches(self.flags.ext_dump_grads, self.flags.ext_dump_grads_step)
+        if self.flags.ext_report:
+            self.record = record.RunRecord(self.flags.ext_report, self.rank, {})
+            out += record.patches(self.record)
+        return out
+
+    def _apply(self, patches: list[Patch], contract, quiet: bool = False) -> None:
+        from megatron_ext import patching
+
+        try:
+            log = (lambda text: None) if quiet else self.log
+            self._applied.append(patching.apply(patches, contract=contract, log=log))
+        except PatchError as error:
+            problems.refuse([f"A patch cannot be applied, so nothing was patched and nothing runs.\n{error}"])
+
+    def undo(self) -> None:
+        """Restore every patched attribute, last first."""
+        while self._applied:
+            self._applied.pop().undo()
+
+    # --- while the script parses its arguments -------------------------------------------------------------
+
+    def extend_parser(self, parser: Any) -> None:
+        """Add our flags to Megatron's parser and make its errors ours."""
+        config.add_arguments(parser, features.configs())
+        if self.options.cpu:
+            shown = cpu.set_defaults(parser)
+            self.log("--cpu: set by the launcher unless given: " + " ".join(dict.fromkeys(shown)))
+        self._parser = parser
+        parser.error = lambda message: problems.refuse([rules.unknown_flag_error(parser, message)])
+        stock_known = parser.parse_known_args
+
+        def parse_args(args=None, namespace=None):
+            parsed, unknown = stock_known(args, namespace)
+            if unknown:
+                text = "unrecognized arguments: " + " ".join(unknown)
+                problems.refuse([rules.unknown_flag_error(parser, text), *self.problems_of(parsed)])
+            return parsed
+
+        parser.parse_args = parse_args
+
+    def problems_of(self, args: Any) -> list[str]:
+        """All problems of freshly parsed arguments."""
+        import copy
+
+        args = copy.copy(args)
+        args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        on = features.enabled_features(self.flags)
+        found = rules.run(args, rules.base_rules())
+        found += rules.run(args, [rule for feature in on for rule in feature.rules])
+        found += features.conflicts(args, on)
+        if self.options.cpu:
+            found += rules.cpu_problems(args, rules.explicit_flags(self.args, self._parser))
+        return found
+
+    def validate(self, stock_validate, args: Any, *rest, **kwargs):
+        """Our rules, then stock's `validate_args`; whatever is wrong is printed once and every rank exits 2."""
+        found = self.problems_of(args)
+        if found:
+            problems.refuse(found)
+        if self.options.cpu:
+            cpu.prepare_args(args)
+        try:
+            return stock_validate(args, *rest, **kwargs)
+        except (AssertionError, ValueError, RuntimeError) as error:
+            problems.refuse([problems.from_stock(error)])
+
+
+def argument_patches(launcher: Launcher | None) -> list[Patch]:
+    """How our flags reach Megatron's parser and our rules its validation."""
+    import functools
+
+    def add(original):
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            parser = original(*args, **kwargs)
+            launcher.extend_parser(parser)
+            return parser
+
+        return wrapper
+
+    def validate(original):
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            return launcher.validate(original, *args, **kwargs)
+
+        return wrapper
+
+    where = "megatron.training.arguments"
+    return [
+        Patch(f"{where}:add_megatron_arguments", add, "wrap", "our flags in Megatron's parser", "launcher"),
+        Patch(f"{where}:validate_args", validate, "wrap", "our rules before stock's", "launcher", ("args",)),
+    ]
+
+
+def catalogue() -> list[Patch]:
+    """Patches of the launcher, its gradient dump and its checks, for the contract."""
+    from megatron_ext import checks, grads
+
+    return argument_patches(None) + grads.catalogue() + checks.catalogue()
+
+
+def run(launcher: Launcher) -> None:
+    """Run the user's script as `__main__` with its own arguments; the record notes how it ended."""
+    sys.argv = [launcher.options.script, *launcher.args]
+    try:
+        runpy.run_path(launcher.options.script, run_name="__main__")
+    except SystemExit as stop:
+        failed = stop.code not in (None, 0)
+        _end(launcher, f"exit code {stop.code}" if failed else None)
+        raise
+    except BaseException as error:
+        _end(launcher, f"{type(error).__name__}: {error}")
+        raise
+    _end(launcher, None)
+
+
+def _end(launcher: Launcher, error: str | None) -> None:
+    if launcher.record is not None:
+        launcher.record.end(error)
+
+
+def main(argv: list[str]) -> int:
+    """Launch; returns 0 when the script ends, raises what it raises, exits 2 on bad input."""
+    from torch.distributed.elastic.multiprocessing.errors import record as report_to_torchrun
+
+    options = parse_front(argv)
+    # As `python SCRIPT` would: a Megatron-LM checkout beside the script is the megatron that is used.
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    launcher = Launcher(options, read_config(options))
+    launcher.check()
+    launcher.prepare()
+    report_to_torchrun(run)(launcher)
+    return 0

@@ -1,0 +1,239 @@
+"""Run record `--ext-report DIR`: one JSON-lines file per rank, `DIR/rank-NNNN.jsonl`.
+
+Lines have `event`: `start` (versions, paths, argv, features, patches, groups), `step` (one per training step)
+and `end`. Every line is written whole and at once, so the record is complete up to the last finished step even
+when the rank is killed. Non-finite numbers are the strings "nan", "inf", "-inf" (JSON has none).
+"""
+
+import functools
+import json
+import math
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ext import __version__, traffic
+from megatron_ext.hooks import bound
+from megatron_ext.patching import Patch
+
+SCHEMA = 1
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value: tensors become numbers, non-finite numbers become strings."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def memory_kind() -> str:
+    """What `peak_memory_bytes` counts on this device."""
+    import torch
+
+    return "allocated on the GPU" if torch.cuda.is_initialized() and _real_cuda() else "resident above start"
+
+
+def _real_cuda() -> bool:
+    import torch
+
+    return torch.cuda.get_device_properties(0).major > 0
+
+
+class RunRecord:
+    """Writer of one rank's record.
+
+    `info` holds what the launcher knows before the run (argv, features, patches). Peak memory is what torch
+    allocated at most on a GPU; on CPU it is the resident set's peak minus its size when the record was opened
+    (after imports), since torch does not count CPU memory.
+    """
+
+    def __init__(self, folder: str, rank: int, info: dict[str, Any]):
+        self.path = Path(folder) / f"rank-{rank:04d}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.rank = rank
+        self.info = info
+        self.last_step = 0
+        self._counting = traffic.count_stock()
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._base_rss = _rss_bytes()
+        self._ended = False
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one line in a single system call."""
+        line = json.dumps({"event": event, **fields}, allow_nan=False, separators=(",", ":"))
+        os.write(self._fd, (line + "\n").encode())
+
+    def start(self) -> None:
+        """Write the start line; model-parallel groups must exist. Communication is counted from here on."""
+        import torch
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        from megatron_ext import compat, groups
+
+        args = get_args()
+        self.write(
+            "start",
+            schema=SCHEMA,
+            rank=self.rank,
+            world_size=torch.distributed.get_world_size(),
+            time=time.time(),
+            hostname=socket.gethostname(),
+            versions={
+                "megatron_ext": __version__,
+                "megatron_core": compat.megatron_version(),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            paths={name: _path_of(name) for name in ("megatron.core", "megatron.training")},
+            device=torch.cuda.get_device_name().lower() if not _real_cuda() else torch.cuda.get_device_name(),
+            memory=memory_kind(),
+            layout={
+                "tp": args.tensor_model_parallel_size,
+                "pp": args.pipeline_model_parallel_size,
+                "cp": args.context_parallel_size,
+                "dp": args.data_parallel_size,
+                "ep": args.expert_model_parallel_size,
+                "vpp": args.virtual_pipeline_model_parallel_size,
+            },
+            coords={
+                "tp": parallel_state.get_tensor_model_parallel_rank(),
+                "pp": parallel_state.get_pipeline_model_parallel_rank(),
+                "cp": parallel_state.get_context_parallel_rank(),
+                "dp": parallel_state.get_data_parallel_rank(),
+            },
+            groups=groups.describe(),
+            **self.info,
+        )
+        self._counting.start()
+        traffic.ledger().drain()
+
+    def step(self, step: int, seconds: float, result: tuple, args, optimizer, learning_rate) -> None:
+        """Write the line of a finished step; `result` is what stock `train_step` returned."""
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        losses = {name: _plain(value) for name, value in result[0].items()}
+        fields: dict[str, Any] = {"step": step}
+        if losses:
+            fields["loss"] = losses.get("lm loss", next(iter(losses.values())))
+            fields["losses"] = losses
+        tokens = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size * args.seq_length
+        self.write(
+            "step",
+            **fields,
+            grad_norm=_plain(result[5]),
+            step_time_s=seconds,
+            tokens=tokens,
+            peak_memory_bytes=self._peak_memory(),
+            skipped=bool(result[1]),
+            learning_rate=_plain(learning_rate),
+            loss_scale=_plain(optimizer.get_loss_scale()),
+            traffic=traffic.ledger().drain(),
+        )
+        self.last_step = step
+
+    def end(self, error: str | None = None) -> None:
+        """Write the end line once and stop counting."""
+        if self._ended:
+            return
+        self._ended = True
+        self._counting.stop()
+        self.write("end", step=self.last_step, status="error" if error else "ok", error=error)
+        os.close(self._fd)
+
+    def _peak_memory(self) -> int:
+        import torch
+
+        if _real_cuda():
+            return torch.cuda.max_memory_allocated()
+        return max(0, _peak_rss_bytes() - self._base_rss)
+
+
+def _path_of(name: str) -> str | None:
+    module = sys.modules.get(name)
+    return str(Path(module.__file__).parent) if module is not None and module.__file__ else None
+
+
+def _status_bytes(key: str) -> int:
+    # /proc knows this process alone; getrusage's peak is inherited from the parent over fork.
+    with open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {key}")
+
+
+def _rss_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
+def _peak_rss_bytes() -> int:
+    return _status_bytes("VmHWM")
+
+
+# --- hooks -------------------------------------------------------------------------------------------------
+
+
+def patches(record: RunRecord) -> list[Patch]:
+    """The two places of stock training that the record listens to."""
+    return [
+        Patch(
+            "megatron.training.initialize:initialize_megatron",
+            functools.partial(_after_initialize, record),
+            "wrap",
+            "write the start line once process groups exist",
+            "record",
+        ),
+        Patch(
+            "megatron.training.training:train_step",
+            functools.partial(_around_train_step, record),
+            "wrap",
+            "write one line per step",
+            "record",
+            needs=("optimizer", "iteration"),
+        ),
+    ]
+
+
+def catalogue() -> list[Patch]:
+    """Patches of the record, for the contract."""
+    return patches(None)  # type: ignore[arg-type]
+
+
+def _after_initialize(record: RunRecord, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        result = original(*args, **kwargs)
+        record.start()
+        return result
+
+    return wrapper
+
+
+def _around_train_step(record: RunRecord, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        from megatron.training import get_args
+
+        call = bound(original, args, kwargs)
+        optimizer = call["optimizer"]
+        learning_rate = next((g["lr"] for g in optimizer.param_groups if g.get("lr") is not None), None)
+        begin = time.perf_counter()
+        result = original(*args, **kwargs)
+        losses = {name: _plain(value) for name, value in result[0].items()}  # waits for the device
+        seconds = time.perf_counter() - begin
+        record.step(
+            call["iteration"] + 1, seconds, (losses, *result[1:]), get_args(), optimizer, learning_rate
+        )
+        return result
+
+    return wrapper

@@ -1,0 +1,52 @@
+"""Rules: what cannot work is said before any process group exists, all of it at once.
+
+A rule is a pure function of the arguments as stock's parser leaves them, before `validate_args` changes them
+(plus `world_size`, and the file system): it returns a problem text, or None when all is well or when it cannot
+judge. A text says what is set, why it cannot work and what to set instead. A rule for stock options refuses
+only what stock refuses too, there or later.
+
+    problems = run(args, STOCK_RULES, defaults)     # in a wrapper of validate_args
+    if problems:
+        refuse(problems)
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from megatron_ext.rules_cpu import cpu_rules
+from megatron_ext.rules_files import FILE_RULES
+from megatron_ext.rules_sizes import SIZE_RULES
+from megatron_ext.rules_training import TRAINING_RULES
+
+__all__ = ["STOCK_RULES", "Rule", "cpu_rules", "explicit_flags", "run"]
+
+Rule = Callable[[Namespace], str | None]
+
+STOCK_RULES: tuple[Rule, ...] = (*SIZE_RULES, *TRAINING_RULES, *FILE_RULES)
+"""Rules for every job, with or without our features."""
+
+
+def run(args: Namespace, rules: Iterable[Rule], defaults: Mapping[str, Any] | None = None) -> list[str]:
+    """All problems that the rules find, in order, each once.
+
+    `defaults` are the script's own (the second argument of `validate_args`): they stand where nothing was given.
+    Under `--yaml-cfg` the namespace has another shape that nothing here can judge, so no rule runs.
+    """
+    if getattr(args, "yaml_cfg", None) is not None:
+        return []
+    args = with_defaults(args, defaults or {})
+    return list(dict.fromkeys(problem for rule in rules if (problem := rule(args)) is not None))
+
+
+def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:
+    """A copy of the arguments in which None is replaced by the script's default, as `validate_args` does."""
+    missing = {name: value for name, value in defaults.items() if getattr(args, name, None) is None}
+    return Namespace(**(vars(args) | missing))
+
+
+def explicit_flags(argv: Iterable[str], parser: ArgumentParser) -> set[str]:
+    """Destinations of the options that stand on the command line, whatever their values."""
+    actions = parser._option_string_actions
+    given = (word.partition("=")[0] for word in argv)
+    return {actions[name].dest for name in given if name in actions}

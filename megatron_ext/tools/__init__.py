@@ -1,0 +1,1 @@
+"""Command-line tools around the launcher (doctor, lock, data, compare)."""
