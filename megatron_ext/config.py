@@ -1,8 +1,8 @@
 """Our flags: one dataclass per feature, whose field docstrings are the --help text.
 
-`add_arguments` puts them into Megatron's own parser through upstream's `ArgumentGroupFactory`, so that they are
-parsed, listed in --help and printed like stock flags. `preparse` reads only them from a full command line,
-without importing torch or megatron: the launcher must know what is on before Megatron is imported.
+`add_arguments` puts them into Megatron's own parser through upstream's `ArgumentGroupFactory`, so that they
+are parsed, listed in --help and printed like stock flags. `preparse` reads only them from a full command
+line, without importing torch or megatron: the launcher must know what is on before Megatron is imported.
 
 Annotations must be real types (no `from __future__ import annotations`): both readers look at them.
 """
@@ -16,17 +16,20 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from megatron_ext.problems import UserError
+from megatron_ext.parse_errors import unknown_flag_error
+from megatron_ext.problems import refuse
 
 CHECKS = ("bytes", "replicas", "layouts")
 
 
-def check_names(text: str) -> list[str]:
-    """Parse the value of --ext-check, names separated by commas; raises ArgumentTypeError for an unknown one."""
+def parse_checks(text: str) -> list[str]:
+    """The value of --ext-check as a list of names; raises ArgumentTypeError for an unknown one."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in CHECKS:
-            raise argparse.ArgumentTypeError(f"no check is called {name!r}; give one or more of {','.join(CHECKS)}")
+            raise argparse.ArgumentTypeError(
+                f"no check is called {name!r}; give one or more of {','.join(CHECKS)}"
+            )
     return list(dict.fromkeys(names))
 
 
@@ -44,10 +47,10 @@ class RunConfig:
 
     ext_check: list[str] = dataclasses.field(
         default_factory=list,
-        metadata={"argparse_meta": {"type": check_names, "nargs": None, "metavar": "NAME[,NAME...]"}},
+        metadata={"argparse_meta": {"type": parse_checks, "nargs": None, "metavar": "NAME[,NAME...]"}},
     )
-    """Self-checks at run time, separated by commas: bytes (sent bytes equal the formulas), replicas (replicated
-    parameters stay equal on all ranks), layouts (every process group has the ranks it should)."""
+    """Self-checks at run time, separated by commas: bytes (sent bytes equal the formulas), replicas
+    (replicated parameters stay equal on all ranks), layouts (shards have the shapes they should)."""
 
     ext_dump_grads: str | None = None
     """Folder for a dump of all gradients of one step, before the optimizer step, under stock names and global
@@ -55,6 +58,11 @@ class RunConfig:
 
     ext_dump_grads_step: int = 1
     """Step whose gradients are dumped, counted from 1."""
+
+
+def check_names(namespace: Namespace) -> list[str]:
+    """Names of the self-checks asked for."""
+    return list(namespace.ext_check)
 
 
 def add_arguments(parser: ArgumentParser, configs: Iterable[type]) -> ArgumentParser:
@@ -87,16 +95,14 @@ def preparse(
 ) -> Namespace:
     """Read our flags out of a full command line that may hold anything else.
 
-    Raises UserError when one of our flags has a bad value.
+    Exits with 2 and a message when one of our flags has a bad value.
     """
     return light_parser(configs, stock).parse_known_args(list(argv))[0]
 
 
 class _Preparser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        from megatron_ext.parse_errors import unknown_flag_error
-
-        raise UserError(unknown_flag_error(self, message))
+        refuse([unknown_flag_error(self, message)])
 
 
 def _option(field: dataclasses.Field) -> tuple[list[str], dict[str, Any]]:

@@ -39,6 +39,7 @@ CPU_DEFAULTS: dict[str, tuple[Any, str]] = {
     "no_persist_layer_norm": (True, "--no-persist-layer-norm"),
     "persist_layer_norm": (False, "--no-persist-layer-norm"),
     "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
+    "gradient_reduce_div_fusion": (False, "--no-gradient-reduce-div-fusion"),
     "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
     "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"),
     "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion"),
@@ -220,9 +221,11 @@ def _memory_stats(device=None) -> dict[str, int]:
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether a device argument (string, torch.device) names CUDA."""
+    """Whether a device argument (string, index, torch.device) names CUDA."""
     import torch
 
+    if type(device) is int:  # an index, as torch.cuda.current_device() returns it
+        return True
     if isinstance(device, str):
         return device.split(":")[0] == "cuda"
     return isinstance(device, torch.device) and device.type == "cuda"
@@ -235,13 +238,17 @@ def _on_cpu(original: Callable) -> Callable:
     import torch
 
     cpu = torch.device("cpu")
+    # Only `to` takes a device index by position; elsewhere a positional integer is a size.
+    index_at = 1 if original.__name__ == "to" else None
 
     @functools.wraps(original)
     def wrapper(*args, **kwargs):
-        if "device" in kwargs and is_cuda(kwargs["device"]):
+        if is_cuda(kwargs.get("device")):
             kwargs["device"] = cpu
-        if any(is_cuda(a) for a in args[:3] if isinstance(a, (str, torch.device))):
-            args = tuple(cpu if is_cuda(a) else a for a in args)
+        elif any(is_cuda(a) for i, a in enumerate(args[:4]) if not isinstance(a, int) or i == index_at):
+            args = tuple(cpu if not isinstance(a, int) and is_cuda(a) else a for a in args)
+            if index_at and type(args[1]) is int:
+                args = (args[0], cpu, *args[2:])
         return original(*args, **kwargs)
 
     return wrapper
@@ -312,7 +319,7 @@ def torch_patches() -> list[Patch]:
         ("_lazy_init", _returns(None), "lazy CUDA initialisation must not start"),
         ("_lazy_call", lambda original: lambda fn, **kw: fn(), "run queued CUDA calls at once"),
         ("device_count", _returns(1), "one device per rank"),
-        ("current_device", _returns(torch.device("cpu")), "device of new tensors"),
+        ("current_device", _returns(0), "device of new tensors"),
         ("set_device", _returns(None), "there is one CPU"),
         ("device", _becomes(_NullDevice), "there is one CPU"),
         ("synchronize", _returns(None), "CPU work is synchronous"),

@@ -51,6 +51,8 @@ def full_gradients(chunk: Any) -> dict[Any, Any]:
     import torch
     from megatron.core.distributed import DistributedDataParallel
 
+    from megatron_ext import traffic
+
     if not isinstance(chunk, DistributedDataParallel):
         raise ValueError(
             f"The gradient dump reads Megatron's DistributedDataParallel, but the model is wrapped in "
@@ -64,7 +66,7 @@ def full_gradients(chunk: Any) -> dict[Any, Any]:
                 process_group = group.intra_distributed_optimizer_instance_group
                 part = data.view(process_group.size(), -1)[process_group.rank()].contiguous()
                 data = torch.empty_like(bucket.grad_data)
-                torch.distributed.all_gather_into_tensor(data, part, group=process_group)
+                traffic.all_gather_into_tensor(data, part, group=process_group, feature="grads")
             for param in bucket.params_list:
                 begin, end = bucket.param_to_index[param]
                 grads[param] = data[begin:end].view(param.shape)

@@ -4,6 +4,8 @@ It checks versions and import paths, patches what the given flags ask for (all o
 script, unmodified, as `__main__`.
 """
 
+import copy
+import functools
 import os
 import runpy
 import sys
@@ -11,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ext import __version__, compat, config, configfile, cpu, features, problems, rules
+from megatron_ext import __version__, compat, config, configfile, cpu, features, parse_errors, problems, rules
 from megatron_ext.patching import Applied, Patch, PatchError
 
 
@@ -55,14 +57,16 @@ def parse_front(argv: list[str]) -> Options:
 
 def read_config(options: Options) -> list[str]:
     """Arguments of the script after `--ext-config` (in front of it or among its flags) was expanded."""
-    given = config.preparse(options.args).ext_config
-    file = options.ext_config or given
-    if file is None:
-        return options.args
     try:
-        return configfile.merge(configfile.read(file), options.args)
-    except ValueError as problem:
-        problems.refuse([str(problem)])
+        file = options.ext_config or preparse(options.args).ext_config
+        return options.args if file is None else configfile.merge(configfile.read(file), options.args)
+    except problems.UserError as error:
+        problems.refuse(error.problems)
+
+
+def preparse(args: list[str]) -> Any:
+    """Our flags and the stock flags that turn features on, read before megatron is imported."""
+    return config.preparse(args, features.configs(), features.stock_flags())
 
 
 class Launcher:
@@ -71,8 +75,8 @@ class Launcher:
     def __init__(self, options: Options, args: list[str]):
         self.options = options
         self.args = args
-        self.flags = config.preparse(args)
         self.rank = int(os.environ.get("RANK", "0"))
+        self.flags: Any = None
         self.record: Any = None
         self._applied: list[Applied] = []
         self._parser: Any = None
@@ -93,6 +97,10 @@ class Launcher:
                 f"-m megatron_ext --cpu {self.options.script} ..."
             )
         found += compat.check_versions() + compat.check_import_paths()
+        try:
+            self.flags = preparse(self.args)
+        except problems.UserError as error:
+            found += error.problems
         if found:
             problems.refuse(found)
 
@@ -131,7 +139,9 @@ class Launcher:
     def _prepare_cpu(self) -> None:
         cpu.set_environment()
         hidden = cpu.hide_gpu_packages()
-        self.log("--cpu: stock Megatron runs on CPU with gloo; CUDA queries get CPU answers, no numerics change")
+        self.log(
+            "--cpu: stock Megatron on CPU with gloo; CUDA queries get CPU answers, no numerics change"
+        )
         if hidden:
             self.log(f"--cpu: hidden GPU packages: {', '.join(hidden)}")
         self._apply(cpu.torch_patches(), None, quiet=True)
@@ -142,16 +152,18 @@ class Launcher:
         return load_contract(compat.megatron_version())
 
     def _patches(self, on: list) -> list[Patch]:
-        from megatron_ext import checks, grads, record
+        from megatron_ext import checks, grads, groups, record
 
         out = list(compat.workarounds_present())
         if self.options.cpu:
             out += cpu.megatron_patches()
         out += argument_patches(self)
+        if on:
+            out += groups.catalogue()
         for feature in on:
             out += feature.patches()
         # The record comes last: wraps compose in order, so it sees what everything else did.
-        out += checks.patches(config.check_names(self.flags))
+        out += checks.patches(self.flags.ext_check)
         if self.flags.ext_dump_grads:
             out += grads.patches(self.flags.ext_dump_grads, self.flags.ext_dump_grads_step)
         if self.flags.ext_report:
@@ -182,48 +194,46 @@ class Launcher:
             shown = cpu.set_defaults(parser)
             self.log("--cpu: set by the launcher unless given: " + " ".join(dict.fromkeys(shown)))
         self._parser = parser
-        parser.error = lambda message: problems.refuse([rules.unknown_flag_error(parser, message)])
-        stock_known = parser.parse_known_args
+        parse_errors.guard_enum_choices(parser)
+        parser.error = lambda message: problems.refuse([parse_errors.unknown_flag_error(parser, message)])
+        parse_known = parser.parse_known_args
 
         def parse_args(args=None, namespace=None):
-            parsed, unknown = stock_known(args, namespace)
+            parsed, unknown = parse_known(args, namespace)
             if unknown:
-                text = "unrecognized arguments: " + " ".join(unknown)
-                problems.refuse([rules.unknown_flag_error(parser, text), *self.problems_of(parsed)])
+                text = parse_errors.unknown_flag_error(parser, f"unrecognized arguments: {' '.join(unknown)}")
+                problems.refuse([text, *self.problems_of(parsed, {})])
             return parsed
 
         parser.parse_args = parse_args
 
-    def problems_of(self, args: Any) -> list[str]:
-        """All problems of freshly parsed arguments."""
-        import copy
-
+    def problems_of(self, args: Any, defaults: dict[str, Any]) -> list[str]:
+        """All problems of freshly parsed arguments; `defaults` are the script's own."""
         args = copy.copy(args)
         args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         on = features.enabled_features(self.flags)
-        found = rules.run(args, rules.base_rules())
-        found += rules.run(args, [rule for feature in on for rule in feature.rules])
-        found += features.conflicts(args, on)
+        of_features = [rule for feature in on for rule in feature.rules]
+        found = rules.run(args, [*rules.base_rules(), *of_features], defaults)
+        found += features.conflicts(args, on, self.options.cpu)
         if self.options.cpu:
             found += rules.cpu_problems(args, rules.explicit_flags(self.args, self._parser))
         return found
 
-    def validate(self, stock_validate, args: Any, *rest, **kwargs):
-        """Our rules, then stock's `validate_args`; whatever is wrong is printed once and every rank exits 2."""
-        found = self.problems_of(args)
+    def validate(self, stock_validate, args: Any, defaults: dict[str, Any], **kwargs):
+        """Our rules, then stock's `validate_args`; what is wrong is printed once and every rank exits 2."""
+        found = self.problems_of(args, defaults)
         if found:
             problems.refuse(found)
         if self.options.cpu:
             cpu.prepare_args(args)
         try:
-            return stock_validate(args, *rest, **kwargs)
+            return stock_validate(args, defaults, **kwargs)
         except (AssertionError, ValueError, RuntimeError) as error:
-            problems.refuse([problems.from_stock(error)])
+            problems.refuse([parse_errors.refused_by_stock(error)])
 
 
 def argument_patches(launcher: Launcher | None) -> list[Patch]:
     """How our flags reach Megatron's parser and our rules its validation."""
-    import functools
 
     def add(original):
         @functools.wraps(original)
@@ -236,15 +246,22 @@ def argument_patches(launcher: Launcher | None) -> list[Patch]:
 
     def validate(original):
         @functools.wraps(original)
-        def wrapper(*args, **kwargs):
-            return launcher.validate(original, *args, **kwargs)
+        def wrapper(args, defaults={}, **kwargs):  # noqa: B006  (upstream's own default, never written to)
+            return launcher.validate(original, args, defaults, **kwargs)
 
         return wrapper
 
     where = "megatron.training.arguments"
     return [
         Patch(f"{where}:add_megatron_arguments", add, "wrap", "our flags in Megatron's parser", "launcher"),
-        Patch(f"{where}:validate_args", validate, "wrap", "our rules before stock's", "launcher", ("args",)),
+        Patch(
+            f"{where}:validate_args",
+            validate,
+            "wrap",
+            "our rules before stock's",
+            "launcher",
+            ("args", "defaults"),
+        ),
     ]
 
 

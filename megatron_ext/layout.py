@@ -208,12 +208,12 @@ def within(groups: Iterable[Sequence[int]], places: Sequence[Sequence[int]]) -> 
     for group in groups:
         if covered != set(range(len(group))):
             raise ValueError(
-                f"the group {_short(group)} has {len(group)} ranks, but the split is one of {len(covered)} "
-                f"places: choose sub-group sizes whose product is {len(group)}"
+                f"the group {short_list(group)} has {len(group)} ranks, but the split is one of "
+                f"{len(covered)} places: choose sub-group sizes whose product is {len(group)}"
             )
         if any(a >= b for a, b in pairwise(group)):
             raise ValueError(
-                f"the group {_short(group)} is not sorted: torch sorts ranks, so list them sorted"
+                f"the group {short_list(group)} is not sorted: torch sorts ranks, so list them sorted"
             )
         found += [tuple(group[at] for at in place) for place in places]
     return found
@@ -232,7 +232,7 @@ def members_per_node(groups: Iterable[Sequence[int]], ranks_per_node: int) -> in
         for rank in group:
             on_node[rank // ranks_per_node] = on_node.get(rank // ranks_per_node, 0) + 1
         for node, count in on_node.items():
-            counts.setdefault(count, (node, _short(group)))
+            counts.setdefault(count, (node, short_list(group)))
     if len(counts) != 1:
         cases = "; ".join(
             f"{count} on node {node} of the group {group}" for count, (node, group) in sorted(counts.items())
@@ -258,6 +258,7 @@ def split_by_node(groups: Groups, ranks_per_node: int) -> tuple[Groups, Groups]:
     return within(groups, places.groups("member")), within(groups, places.groups("node"))
 
 
-def _short(group: Sequence[int]) -> str:
+def short_list(group: Sequence[int]) -> str:
+    """Ranks for a message, long lists cut short."""
     shown = [str(rank) for rank in group]
     return f"[{', '.join(shown if len(shown) <= 12 else [*shown[:8], f'... {shown[-1]}'])}]"

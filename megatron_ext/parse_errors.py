@@ -3,13 +3,10 @@
 import argparse
 import difflib
 import enum
+import os
+import traceback
 from argparse import ArgumentParser
 from collections.abc import Iterable
-
-# Options of the launcher that stand before the script's name, not among its arguments.
-LAUNCHER_FLAGS = {
-    "--cpu": "--cpu is an option of the launcher: put it before the script, `-m megatron_ext --cpu SCRIPT ...`."
-}
 
 
 def unknown_flag_error(parser: ArgumentParser, message: str) -> str:
@@ -26,6 +23,14 @@ def unknown_flag_error(parser: ArgumentParser, message: str) -> str:
     return f"{message}. See --help for what it takes."
 
 
+def refused_by_stock(error: Exception) -> str:
+    """Problem text for what stock's own validation raised; a bare assertion is shown by its source line."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    said = str(error).strip() or f"`{where.line}` does not hold"
+    place = f"{os.path.basename(where.filename)}:{where.lineno}"
+    return f"Megatron-LM refuses these arguments: {said}\n  (checked in {place}, {type(error).__name__})"
+
+
 def nearest_names(known: Iterable[str], flag: str, count: int = 3) -> list[str]:
     """Up to `count` of the known option strings that `flag` may stand for, best first."""
     known = list(known)
@@ -38,7 +43,7 @@ def nearest_names(known: Iterable[str], flag: str, count: int = 3) -> list[str]:
 
 
 def guard_enum_choices(parser: ArgumentParser) -> None:
-    """Make an unknown name for an enum option an argparse error; upstream's handler lets a KeyError through."""
+    """Make an unknown name for an enum option an argparse error; upstream's reader raises a bare KeyError."""
     for action in parser._actions:
         members = list(action.choices or ())
         if members and all(isinstance(member, enum.Enum) for member in members):
@@ -48,7 +53,9 @@ def guard_enum_choices(parser: ArgumentParser) -> None:
 def _enum_reader(kind: type[enum.Enum]):
     def read(text: str) -> enum.Enum:
         if text not in kind.__members__:
-            raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(kind.__members__)})")
+            raise argparse.ArgumentTypeError(
+                f"invalid choice: {text!r} (choose from {', '.join(kind.__members__)})"
+            )
         return kind[text]
 
     return read
@@ -59,9 +66,7 @@ def _unknown(parser: ArgumentParser, words: list[str]) -> list[str]:
     texts = []
     for word in words:
         flag = word.partition("=")[0]
-        if flag in LAUNCHER_FLAGS:
-            texts.append(LAUNCHER_FLAGS[flag])
-        elif flag.startswith("-") and flag.strip("-"):
+        if flag.startswith("-") and flag.strip("-"):
             names = nearest_names(known, flag)
             hint = f"did you mean {' or '.join(names)}?" if names else "see --help for the list."
             texts.append(f"{flag} is not an option of this script: {hint}")

@@ -1,8 +1,8 @@
 """Declarative patches: collect, check everything, then apply all of them or none.
 
-`apply` resolves every target, checks the parameters that the patches read and the reviewed upstream contract,
-and looks for conflicts. Only when nothing is wrong does it change anything; if a maker fails half-way, what was
-changed is restored.
+`apply` resolves every target, checks the parameters that the patches read and the reviewed upstream
+contract, and looks for conflicts. Only when nothing is wrong does it change anything; if a maker fails
+half-way, what was changed is restored.
 
 Order: replaces come first, then wraps in the order of the list, so that of two wraps of one target the first
 listed is the inner one.
@@ -107,7 +107,7 @@ class Applied:
             if foreign:
                 yield f"{site} cannot be restored: {foreign[-1]!r} patched it later; undo that first."
             elif not above and vars(site.owner).get(site.name, _ABSENT) is not layer.new:
-                yield f"{site} cannot be restored: other code replaced what {layer.patch.feature!r} put there."
+                yield f"{site} cannot be restored: other code replaced what {layer.patch.feature!r} put in."
 
     def __enter__(self) -> "Applied":
         return self
@@ -119,8 +119,8 @@ class Applied:
 def apply(patches: Sequence[Patch], *, contract: "Contract | None", log: Callable[[str], None]) -> Applied:
     """Apply all patches or none, and log one line for each; those that are active already are left out.
 
-    Raises PatchError with every problem found (DriftError if the only trouble is that upstream differs from the
-    contract). What a maker raises passes through, with the patch named in a note, after all is restored.
+    Raises PatchError with every problem found (DriftError if the only trouble is that upstream differs from
+    the contract). What a maker raises passes through, with the patch in a note, after all is restored.
     """
     active = {layer.patch.key for layer in _ACTIVE}
     fresh = list({patch.key: patch for patch in patches if patch.key not in active}.values())
@@ -134,7 +134,7 @@ def apply(patches: Sequence[Patch], *, contract: "Contract | None", log: Callabl
         except BaseException as error:
             for layer in reversed(layers):
                 layer.restore()
-            error.add_note(f"while patching {patch.target} for {patch.feature!r}; all of it was taken back")
+            error.add_note(f"while patching {patch.target} for {patch.feature!r}; all was taken back")
             raise
     _ACTIVE.extend(layers)
     applied = Applied(layers)
@@ -214,19 +214,19 @@ def _conflicts(pairs: Sequence[tuple[Patch, Found]]) -> Iterator[str]:
             )
         elif below:
             yield (
-                f"{patch.target}: {patch.feature!r} would replace it and lose what {below[-1].feature!r} wrapped "
-                "around it; apply the replacement first or in the same call."
+                f"{patch.target}: {patch.feature!r} would replace it and lose what {below[-1].feature!r} "
+                "wrapped around it; apply the replacement first or in the same call."
             )
     for patch, found in pairs:
         if outer := classes.get(id(found.owner)):
             yield (
-                f"{patch.target} ({patch.feature!r}) lies in {outer.target}, which {outer.feature!r} replaces; "
-                "switch one of them off."
+                f"{patch.target} ({patch.feature!r}) lies in {outer.target}, which {outer.feature!r} "
+                "replaces; switch one of them off."
             )
 
 
 def _spot(found: Found) -> tuple[int, str]:
-    """Identity of a target: Megatron's functions and classes are one wherever bound, others belong to a place."""
+    """Identity of a target: Megatron's functions and classes are one wherever bound, others are a place."""
     return (id(found.raw), "") if found.is_upstream and found.is_shared else (id(found.owner), found.name)
 
 

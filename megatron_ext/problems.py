@@ -7,6 +7,7 @@ import os
 import sys
 import textwrap
 import time
+import traceback
 from typing import NoReturn
 
 WIDTH = 100
@@ -50,6 +51,19 @@ def render(problems: list[str], rank: int = 0) -> str:
                 )
             first = indent
     return "\n".join([*lines, "-" * WIDTH])
+
+
+def from_stock(error: BaseException) -> str:
+    """The text of stock's own refusal; a bare `assert` shows the condition that does not hold."""
+    text = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return f"Megatron refuses these arguments: {text or type(error).__name__}."
+    last = frames[-1]
+    return (
+        f"Megatron refuses these arguments: {text or f'it needs `{last.line}`'} "
+        f"({os.path.basename(last.filename)}, line {last.lineno})."
+    )
 
 
 def refuse(problems: list[str], rank: int | None = None) -> NoReturn:

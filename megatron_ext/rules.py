@@ -1,42 +1,60 @@
 """Rules: what cannot work is said before any process group exists, all of it at once.
 
 A rule is a pure function of the arguments as stock's parser leaves them, before `validate_args` changes them
-(plus `world_size`, and the file system): it returns a problem text, or None when all is well or when it cannot
-judge. A text says what is set, why it cannot work and what to set instead. A rule for stock options refuses
-only what stock refuses too, there or later.
+(plus `world_size`, and the file system): it returns a problem text, or None when all is well or when it
+cannot judge. A text says what is set, why it cannot work and what to set instead. A rule for stock options
+refuses only what stock refuses too, there or later.
 
-    problems = run(args, STOCK_RULES, defaults)     # in a wrapper of validate_args
-    if problems:
-        refuse(problems)
+    found = run(args, base_rules(), defaults)       # in a wrapper of validate_args
+    if found:
+        refuse(found)
 """
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_ext.rules_cpu import cpu_rules
+from megatron_ext.parse_errors import guard_enum_choices, unknown_flag_error
+from megatron_ext.rules_cpu import CPU_RULES
 from megatron_ext.rules_files import FILE_RULES
+from megatron_ext.rules_pipeline import PIPELINE_RULES
 from megatron_ext.rules_sizes import SIZE_RULES
 from megatron_ext.rules_training import TRAINING_RULES
 
-__all__ = ["STOCK_RULES", "Rule", "cpu_rules", "explicit_flags", "run"]
+__all__ = [
+    "Rule",
+    "base_rules",
+    "cpu_problems",
+    "explicit_flags",
+    "guard_enum_choices",
+    "run",
+    "unknown_flag_error",
+    "with_defaults",
+]
 
 Rule = Callable[[Namespace], str | None]
 
-STOCK_RULES: tuple[Rule, ...] = (*SIZE_RULES, *TRAINING_RULES, *FILE_RULES)
-"""Rules for every job, with or without our features."""
+
+def base_rules() -> tuple[Rule, ...]:
+    """Rules for every job, with or without our features."""
+    return (*SIZE_RULES, *PIPELINE_RULES, *TRAINING_RULES, *FILE_RULES)
 
 
 def run(args: Namespace, rules: Iterable[Rule], defaults: Mapping[str, Any] | None = None) -> list[str]:
     """All problems that the rules find, in order, each once.
 
-    `defaults` are the script's own (the second argument of `validate_args`): they stand where nothing was given.
+    `defaults` are the script's own (second argument of `validate_args`): they stand where nothing was given.
     Under `--yaml-cfg` the namespace has another shape that nothing here can judge, so no rule runs.
     """
     if getattr(args, "yaml_cfg", None) is not None:
         return []
     args = with_defaults(args, defaults or {})
     return list(dict.fromkeys(problem for rule in rules if (problem := rule(args)) is not None))
+
+
+def cpu_problems(args: Namespace, explicit: set[str]) -> list[str]:
+    """All problems that `--cpu` brings; `explicit` are the destinations given on the command line."""
+    return run(args, [lambda a, rule=rule: rule(a, explicit) for rule in CPU_RULES])
 
 
 def with_defaults(args: Namespace, defaults: Mapping[str, Any]) -> Namespace:

@@ -1,6 +1,8 @@
 """Rules about sizes: the parallel grid against the processes, the model against the grid."""
 
 from argparse import Namespace
+from collections.abc import Iterable
+from math import lcm
 
 SIZE_FLAGS = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -15,12 +17,22 @@ def multiples_near(value: int, step: int) -> str:
     return f"{below} or {below + step}" if below else str(step)
 
 
-def divisors_near(number: int, value: int, factor: int = 1) -> str:
-    """The divisors of `number` that are multiples of `factor`, nearest below and above `value`: "2 or 4"."""
-    divisors = [d for d in range(factor, number + 1, factor) if number % d == 0]
-    below = [d for d in divisors if d < value][-1:]
-    above = [d for d in divisors if d > value][:1]
-    return " or ".join(str(d) for d in below + above) or "1"
+def neighbours(candidates: Iterable[int], value: int) -> str:
+    """The candidates (ascending) nearest below and above `value`, as a text: "2 or 4"."""
+    candidates = list(candidates)
+    below = [c for c in candidates if c < value][-1:]
+    above = [c for c in candidates if c > value][:1]
+    return " or ".join(str(c) for c in below + above)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def divisors_near(number: int, value: int) -> str:
+    """The divisors of `number` nearest below and above `value`: "2 or 4"."""
+    return neighbours(divisors(number), value)
 
 
 def weight_shard_factor(args: Namespace) -> int:
@@ -74,14 +86,13 @@ def world_size_divisible(args: Namespace) -> str | None:
         return None
     parts = [f"{flag} {getattr(args, name)}" for name, flag in SIZE_FLAGS.items() if getattr(args, name) > 1]
     if weight_shard_factor(args) > 1:
-        parts.append(f"weight shards {weight_shard_factor(args)}")
+        parts.append(f"weight shards {weight_shard_factor(args)} (--tensor-parallel-num-weight-shards)")
     started = f"{args.world_size} process{' was' if args.world_size == 1 else 'es were'} started"
     start = multiples_near(args.world_size, ranks)
     return (
-        f"{' x '.join(parts)} needs {ranks} ranks for one copy of the model, but {started} "
-        f"(WORLD_SIZE), which is not a multiple of {ranks}. Start {start} processes "
-        f"(on one machine: torchrun --nproc-per-node {start.split()[0]}), or choose sizes whose product divides "
-        f"{args.world_size}."
+        f"{' x '.join(parts)} needs {ranks} ranks for one copy of the model, but {started} (WORLD_SIZE), "
+        f"which is not a multiple of {ranks}. Start {start} processes (on one machine: torchrun "
+        f"--nproc-per-node {start.split()[0]}), or choose sizes whose product divides {args.world_size}."
     )
 
 
@@ -91,8 +102,8 @@ def heads_by_tensor_parallel(args: Namespace) -> str | None:
     if not heads or tp < 1 or heads % tp == 0:
         return None
     return (
-        f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size {tp}: every rank holds "
-        f"whole heads. Set --num-attention-heads to {multiples_near(heads, tp)}, or "
+        f"--num-attention-heads {heads} cannot be split over --tensor-model-parallel-size {tp}: every rank "
+        f"holds whole heads. Set --num-attention-heads to {multiples_near(heads, tp)}, or "
         f"--tensor-model-parallel-size to {divisors_near(heads, tp)}."
     )
 
@@ -104,14 +115,16 @@ def query_groups_fit(args: Namespace) -> str | None:
     groups, heads, tp = args.num_query_groups, args.num_attention_heads, args.tensor_model_parallel_size
     if groups < 1 or heads % groups:
         return (
-            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: every key/value head "
-            f"serves the same number of query heads. Set --num-query-groups to {divisors_near(heads, groups)}."
+            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: every key/value "
+            "head serves the same number of query heads. Set --num-query-groups to "
+            f"{divisors_near(heads, groups)}."
         )
     if tp >= 1 and groups % tp and tp % groups:
+        fitting = [d for d in divisors(heads) if d % tp == 0 or tp % d == 0]
         return (
-            f"--num-query-groups {groups} is neither a multiple nor a divisor of --tensor-model-parallel-size {tp}, "
-            f"so key/value heads cannot be shared out. Set --num-query-groups to {multiples_near(groups, tp)} "
-            f"(a divisor of --num-attention-heads {heads}), or --tensor-model-parallel-size to "
+            f"--num-query-groups {groups} is neither a multiple nor a divisor of "
+            f"--tensor-model-parallel-size {tp}, so key/value heads cannot be shared out. Set "
+            f"--num-query-groups to {neighbours(fitting, groups)}, or --tensor-model-parallel-size to "
             f"{divisors_near(groups, tp)}."
         )
     return None
@@ -123,8 +136,8 @@ def hidden_by_heads(args: Namespace) -> str | None:
     if not hidden or not heads or args.kv_channels is not None or hidden % heads == 0:
         return None
     return (
-        f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}, so heads have no whole size. "
-        f"Set --hidden-size to {multiples_near(hidden, heads)}, --num-attention-heads to "
+        f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}, so heads have no whole "
+        f"size. Set --hidden-size to {multiples_near(hidden, heads)}, --num-attention-heads to "
         f"{divisors_near(hidden, heads)}, or the head size itself with --kv-channels."
     )
 
@@ -139,7 +152,9 @@ def ffn_by_tensor_parallel(args: Namespace) -> str | None:
         ffn = int(8 * hidden / 3 / 64) * 64 if args.swiglu else 4 * hidden
     if ffn % tp == 0:
         return None
-    origin = f"--ffn-hidden-size {ffn}" if given else f"The MLP's inner size {ffn} (from --hidden-size {hidden})"
+    origin = (
+        f"--ffn-hidden-size {ffn}" if given else f"The MLP's inner size {ffn} (from --hidden-size {hidden})"
+    )
     return (
         f"{origin} cannot be split over --tensor-model-parallel-size {tp}. "
         f"Set --ffn-hidden-size to {multiples_near(ffn, tp)}."
@@ -147,29 +162,22 @@ def ffn_by_tensor_parallel(args: Namespace) -> str | None:
 
 
 def sequence_by_parallel_sizes(args: Namespace) -> str | None:
-    """The sequence is split evenly over context-parallel and, under --sequence-parallel, tensor-parallel ranks."""
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    seq = args.seq_length or args.encoder_seq_length
-    if not seq or tp < 1 or cp < 1 or getattr(args, "sft", False):
+    """The sequence is cut evenly for context parallelism and, if asked for, for sequence parallelism."""
+    tp, cp, seq = args.tensor_model_parallel_size, args.context_parallel_size, args.seq_length
+    if not seq or tp < 1 or cp < 1 or args.decoder_seq_length is not None or getattr(args, "sft", False):
         return None
     flags, step = [], 1
     if cp > 1:
         flags, step = [f"--context-parallel-size {cp} (two chunks a rank)"], 2 * cp
     if args.sequence_parallel and tp > 1:
         flags.append(f"--sequence-parallel over --tensor-model-parallel-size {tp}")
-        step = _smallest_common(step, cp * tp)
+        step = lcm(step, cp * tp)
     if seq % step == 0:
         return None
     return (
-        f"--seq-length {seq} cannot be split evenly by {' and '.join(flags)}: it must be a multiple of {step}. "
-        f"Set --seq-length to {multiples_near(seq, step)}."
+        f"--seq-length {seq} cannot be split evenly by {' and '.join(flags)}: it must be a multiple of "
+        f"{step}. Set --seq-length to {multiples_near(seq, step)}."
     )
-
-
-def _smallest_common(a: int, b: int) -> int:
-    from math import lcm
-
-    return lcm(a, b)
 
 
 SIZE_RULES = (

@@ -5,7 +5,7 @@
 #   bash scripts/test.sh --full              every case (under 75 minutes)
 #   bash scripts/test.sh tests/unit -k rule  anything else goes to pytest as it is
 set -Eeuo pipefail
-script_name=test
+script_name="test"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib.sh
 . "$root/scripts/lib.sh"

@@ -6,6 +6,7 @@ compare.html. Needs neither torch nor megatron.
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -53,10 +54,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run's --ext-report folder; two or more")
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="names to show, one per RUN (default: folders)")
+    parser.add_argument(
+        "--names", nargs="+", metavar="NAME", help="names to show, one per RUN (default: folders)"
+    )
     parser.add_argument("--loss-rtol", type=_tolerance, default=1e-5, metavar="X", help="default %(default)g")
-    parser.add_argument("--grad-norm-rtol", type=_tolerance, default=1e-4, metavar="X", help="default %(default)g")
-    parser.add_argument("--bitwise", action="store_true", help="losses and gradient norms must be equal bit for bit")
+    parser.add_argument(
+        "--grad-norm-rtol", type=_tolerance, default=1e-4, metavar="X", help="default %(default)g"
+    )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="losses and gradient norms must be equal bit for bit"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: `compare` beside the first RUN")
     parser.add_argument(
         "--warmup", type=_count, default=2, metavar="N",
@@ -70,7 +77,7 @@ def default_names(folders: list[Path]) -> list[str]:
 
     runs/tp2/record and runs/pp2/record are "tp2" and "pp2".
     """
-    parts = [folder.absolute().parts for folder in folders]
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     while len(set(parts)) > 1 and len({of[-1] for of in parts}) == 1:
         parts = [of[:-1] for of in parts]
     depth = 1
@@ -96,15 +103,17 @@ def _names(given: list[str] | None, folders: list[Path]) -> list[str]:
 
 def write(comparison: Comparison, folder: Path) -> Path:
     """Write compare.json, compare.csv and compare.html into `folder`; returns the page's path."""
-    page = folder / "compare.html"
+    texts = {"compare.json": as_json, "compare.csv": as_csv, "compare.html": as_html}
+    contents = {name: make(comparison) for name, make in texts.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "compare.json").write_text(as_json(comparison), encoding="utf-8")
-        (folder / "compare.csv").write_text(as_csv(comparison), encoding="utf-8")
-        page.write_text(as_html(comparison), encoding="utf-8")
+        for name, content in contents.items():
+            (folder / name).write_text(content, encoding="utf-8")
     except OSError as error:
-        raise RecordError(f"Cannot write to {folder}: {error.strerror}. Give another folder as --output.") from error
-    return page
+        raise RecordError(
+            f"Cannot write to {folder}: {error.strerror}. Give another folder as --output."
+        ) from error
+    return folder / "compare.html"
 
 
 def main(argv: list[str]) -> int:
@@ -112,12 +121,14 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         if len(args.runs) < 2:
-            raise RecordError(f"One run is given ({args.runs[0]}); a comparison needs two or more RUN folders.")
+            raise RecordError(
+                f"One run is given ({args.runs[0]}); a comparison needs two or more RUN folders."
+            )
         folders = [Path(run) for run in args.runs]
         runs = [read_run(*pair) for pair in zip(folders, _names(args.names, folders), strict=True)]
         tolerance = Tolerance(args.loss_rtol, args.grad_norm_rtol, args.bitwise)
         comparison = compare([figures(run, args.warmup) for run in runs], tolerance, args.warmup)
-        page = write(comparison, args.output or folders[0].absolute().parent / "compare")
+        page = write(comparison, args.output or Path(os.path.abspath(folders[0])).parent / "compare")
     except RecordError as error:
         print(f"megatron-ext compare: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -70,7 +70,8 @@ def _run(of: Figures, verdict: Verdict | None) -> dict[str, Any]:
         "peak_memory_bytes_per_rank": [plain_number(value) for value in of.memory],
         "traffic": _traffic(of),
         "series": {
-            metric: [plain_number(series[step]) for step in of.run.steps] for metric, series in of.series.items()
+            metric: [plain_number(series[step]) for step in of.run.steps]
+            for metric, series in of.series.items()
         },
         "against_reference": None
         if verdict is None

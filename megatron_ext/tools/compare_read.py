@@ -220,7 +220,8 @@ def _check_world(folder: Path, ranks: list[RankRecord]) -> None:
     if len(first_seen) > 1:
         sizes = ", ".join(f"{size} (in {name})" for size, name in sorted(first_seen.items()))
         raise RecordError(
-            f"{folder} mixes runs of different world sizes: {sizes}. Give each run its own --ext-report folder."
+            f"{folder} mixes runs of different world sizes: {sizes}. Give each run its own --ext-report "
+            "folder."
         )
     (world_size,) = first_seen
     found = {record.rank for record in ranks}
@@ -232,9 +233,9 @@ def _check_world(folder: Path, ranks: list[RankRecord]) -> None:
     if missing := [rank for rank in range(world_size) if rank not in found]:
         names = ", ".join(f"rank-{rank:04d}.jsonl" for rank in missing[:8])
         raise RecordError(
-            f"{folder} lacks {names}{' and more' if len(missing) > 8 else ''}: {len(missing)} of {world_size} "
-            "ranks wrote no record here. On several nodes --ext-report must name a shared folder; otherwise "
-            "copy the missing files into it."
+            f"{folder} lacks {names}{' and more' if len(missing) > 8 else ''}: {len(missing)} of "
+            f"{world_size} ranks wrote no record here. On several nodes --ext-report must name a shared "
+            "folder; otherwise copy the missing files into it."
         )
 
 
@@ -252,7 +253,7 @@ def _status(ranks: list[RankRecord]) -> str:
 
 
 def _finished_steps(folder: Path, ranks: list[RankRecord], status: str, notes: list[str]) -> list[int]:
-    """Steps that every rank finished. The others have no step time and no byte total, so they are left out."""
+    """Steps that every rank finished. The others lack a step time and a byte total, and are left out."""
     empty = [record.rank for record in ranks if not record.steps]
     if empty:
         raise RecordError(

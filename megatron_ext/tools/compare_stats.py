@@ -108,9 +108,7 @@ def _where(record: RankRecord, step: int, key: str) -> str:
     return f"{record.path}, step {step}: `{key}`"
 
 
-def _owned(
-    run: Run, metric: str, read: Callable[[dict[str, Any]], Any], replicas: list[Replicas]
-) -> Series:
+def _owned(run: Run, metric: str, read: Callable[[dict[str, Any]], Any], replicas: list[Replicas]) -> Series:
     """The metric from the lowest rank that owns it. Other owners must hold the same; else `replicas` says."""
     series: Series = {}
     worst: Replicas | None = None
@@ -162,8 +160,8 @@ def _traffic(run: Run) -> dict[TrafficKey, Traffic]:
                     found[key].calls[step] += int(item["calls"])
                 except (KeyError, TypeError, ValueError) as error:
                     raise RecordError(
-                        f"{_where(record, step, 'traffic')} has the entry {item!r}; each needs feature, kind, "
-                        "group, bytes and calls."
+                        f"{_where(record, step, 'traffic')} has the entry {item!r}; each needs feature, "
+                        "kind, group, bytes and calls."
                     ) from error
     return dict(sorted(found.items()))
 

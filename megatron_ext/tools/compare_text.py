@@ -31,16 +31,16 @@ class Row:
 
 
 def layout_words(figures: Figures) -> str:
-    """"tp 1, pp 2, dp 1, cp 1; 2 ranks", with further axes only where they are in use."""
+    """ "tp1 pp2 dp1 cp1 (2 ranks)", with further axes only where they are in use."""
     layout = figures.run.start.get("layout") or {}
-    axes = [f"{axis} {layout.get(axis, '?')}" for axis in ("tp", "pp", "dp", "cp")]
+    axes = [f"{axis}{layout.get(axis, '?')}" for axis in ("tp", "pp", "dp", "cp")]
     axes += [
-        f"{axis} {size}"
+        f"{axis}{size}"
         for axis, size in layout.items()
         if axis not in ("tp", "pp", "dp", "cp") and size not in (None, 1)
     ]
     ranks = figures.run.world_size
-    return f"{', '.join(axes)}; {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    return f"{' '.join(axes)} ({ranks} {'rank' if ranks == 1 else 'ranks'})"
 
 
 def device_words(figures: Figures) -> str:
@@ -49,7 +49,7 @@ def device_words(figures: Figures) -> str:
 
 
 def traffic_words(key: TrafficKey) -> str:
-    """"send over pp", with the feature in front if it is not stock Megatron's own communication."""
+    """ "send over pp", with the feature in front if it is not stock Megatron's own communication."""
     feature, kind, group = key
     return f"{kind} over {group}" if feature == "stock" else f"{feature}: {kind} over {group}"
 
@@ -65,7 +65,9 @@ def _setup_rows(comparison: Comparison) -> list[Row]:
     names = {name: None for of in all_figures for name in of.run.start.get("versions") or {}}
     rows = [
         Row("layout", [layout_words(of) for of in all_figures], setup=True),
-        Row("features", [", ".join(of.run.start.get("features") or []) or "none" for of in all_figures], True),
+        Row(
+            "features", [", ".join(of.run.start.get("features") or []) or "none" for of in all_figures], True
+        ),
         Row("device", [device_words(of) for of in all_figures], setup=True),
     ]
     for name in names:
@@ -117,12 +119,20 @@ def _measured_rows(comparison: Comparison) -> list[Row]:
         return lambda of: choose((v for v in of.memory if v is not None), default=None)
 
     rows = [
-        Row("tokens/s, median", _against_reference(comparison, lambda of: of.median("tokens_per_s"), human_rate)),
-        Row("step time, median", _against_reference(comparison, lambda of: of.median("step_time_s"), human_time)),
+        Row(
+            "tokens/s, median",
+            _against_reference(comparison, lambda of: of.median("tokens_per_s"), human_rate),
+        ),
+        Row(
+            "step time, median",
+            _against_reference(comparison, lambda of: of.median("step_time_s"), human_time),
+        ),
         Row("step time, p10 - p90", [_spread_cell(of) for of in comparison.figures]),
         Row("peak memory, highest rank", _against_reference(comparison, over_ranks(max), human_bytes)),
         Row("peak memory, lowest rank", _against_reference(comparison, over_ranks(min), human_bytes)),
-        Row("sent per step", _against_reference(comparison, lambda of: of.total_bytes_per_step(), human_bytes)),
+        Row(
+            "sent per step", _against_reference(comparison, lambda of: of.total_bytes_per_step(), human_bytes)
+        ),
     ]
     for key in traffic_keys(comparison):
         cells = [human_bytes(of.bytes_per_step(key)) for of in comparison.figures]
@@ -161,7 +171,7 @@ def thinned(steps: list[int], most: int = LOSS_ROWS) -> list[int]:
 
 def loss_rows(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """(header, rows) of the loss-per-step table: the losses, then each run's relative difference."""
-    first, *others = comparison.figures
+    others = comparison.figures[1:]
     header = ["step", *(of.run.name for of in comparison.figures)]
     header += [f"difference, {of.run.name}" if len(others) > 1 else "difference" for of in others]
     rows = []
@@ -178,7 +188,8 @@ def grid(header: list[str], rows: list[list[str]], numeric: bool = False) -> str
     widths = [max(len(cell) for cell in column) for column in columns]
     align = str.rjust if numeric else str.ljust
     lines = [
-        "  ".join(align(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [header, *rows]
+        "  ".join(align(cell, w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
     ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
@@ -190,15 +201,18 @@ def report(comparison: Comparison) -> str:
     # What is the same everywhere is said once; the layout is always worth a row.
     same = [row for row in rows if row.setup and row.label != "layout" and len(set(row.cells)) == 1]
     shown = [row for row in rows if row not in same]
-    after = f"rates and bytes: steps after the first {comparison.warmup} of each start; bytes: all ranks together"
+    after = (
+        f"rates and bytes: steps after the first {comparison.warmup} of each start; bytes: all ranks together"
+    )
     parts = [
-        f"{len(names)} runs, reference {names[0]}; compared at step {step_range(comparison.steps)}",
+        f"{len(names)} runs, reference {names[0]}; compared: step {step_range(comparison.steps)}",
         f"same in all: {', '.join(f'{row.label} {row.cells[0]}' for row in same)}" if same else "",
         "",
         grid(["", *names], [[row.label, *row.cells] for row in shown]),
         f"({after})",
         "",
-        "Loss per step" + ("" if len(comparison.steps) <= LOSS_ROWS else " (thinned; all are in compare.csv)"),
+        "Loss per step"
+        + ("" if len(comparison.steps) <= LOSS_ROWS else " (thinned; all are in compare.csv)"),
         grid(*loss_rows(comparison), numeric=True),
         "",
     ]

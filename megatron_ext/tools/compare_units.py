@@ -56,4 +56,4 @@ def human_loss(value: float | None) -> str:
     """Seven significant digits, about what fp32 holds; None -> "-"; non-finite values in capitals."""
     if value is None:
         return "-"
-    return f"{value:.7g}" if math.isfinite(value) else str(value).replace("nan", "NaN")
+    return f"{value:#.7g}" if math.isfinite(value) else str(value).replace("nan", "NaN")

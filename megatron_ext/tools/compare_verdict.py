@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_ext.tools.compare_read import RecordError, step_range
-from megatron_ext.tools.compare_stats import Figures, Series, relative_difference
+from megatron_ext.tools.compare_stats import Figures, Replicas, Series, relative_difference
 from megatron_ext.tools.compare_units import human_difference, human_loss
 
 
@@ -83,7 +83,9 @@ class Comparison:
     headline: str
 
 
-def difference(metric: str, reference: Series, other: Series, steps: list[int], tolerance: float) -> Difference:
+def difference(
+    metric: str, reference: Series, other: Series, steps: list[int], tolerance: float
+) -> Difference:
     """Compare one metric over `steps`. A step where neither side has a value is not compared."""
     values: dict[int, float] = {}
     both_nan, one_sided = [], []
@@ -120,7 +122,9 @@ def sentence(found: Difference, reference: Series, other: Series, bitwise: bool)
         return f"{what} agree to within {human_difference(found.largest)} relative ({asked}){nan}"
     if found.one_sided:
         step = found.one_sided[0]
-        sides = [human_loss(value) if value is not None else "none" for value in (reference[step], other[step])]
+        sides = [
+            human_loss(value) if value is not None else "none" for value in (reference[step], other[step])
+        ]
         return (
             f"{what} do NOT agree: only one side has a usable value at step {step_range(found.one_sided)} "
             f"(at step {step} the reference has {sides[0]}, this run {sides[1]})"
@@ -184,10 +188,11 @@ def _warnings(figures: list[Figures], steps: list[int], verdicts: list[Verdict])
                 )
     for of in figures:
         for copy in of.replicas:
+            first, second = copy.ranks
             found.append(
-                f"{of.run.name}: ranks {copy.ranks[0]} and {copy.ranks[1]} recorded a different {copy.metric} "
-                f"at step {copy.step} ({human_difference(copy.difference)} relative; it should be equal on all "
-                f"ranks that own it); rank {copy.ranks[0]}'s is used"
+                f"{of.run.name}: ranks {first} and {second} recorded different {copy.metric} at step "
+                f"{copy.step} ({human_difference(copy.difference)} relative); it should be equal on all "
+                f"ranks that own it; rank {first}'s is used"
             )
         if not of.timed:
             found.append(f"{of.run.name}: no step is left after warm-up, so no rates; use a smaller --warmup")
@@ -196,12 +201,12 @@ def _warnings(figures: list[Figures], steps: list[int], verdicts: list[Verdict])
 
 def _torn(figures: list[Figures], tolerance: Tolerance) -> list[str]:
     """Names of runs whose own ranks differ by more than is allowed between runs."""
-    compared = ("loss", "losses/", "grad_norm")
-    return [
-        of.run.name
-        for of in figures
-        if any(c.metric.startswith(compared) and c.difference > tolerance.of(c.metric) for c in of.replicas)
-    ]
+
+    def counts(copy: Replicas) -> bool:
+        judged = copy.metric in ("loss", "grad_norm") or copy.metric.startswith("losses/")
+        return judged and copy.difference > tolerance.of(copy.metric)
+
+    return [of.run.name for of in figures if any(counts(copy) for copy in of.replicas)]
 
 
 def _headline(verdicts: list[Verdict], torn: list[str], reference: str, tolerance: Tolerance) -> str:
@@ -210,7 +215,7 @@ def _headline(verdicts: list[Verdict], torn: list[str], reference: str, toleranc
         return f"NOT comparable: ranks of {', '.join(torn)} disagree among themselves"
     if wrong:
         asked = "bit for bit" if tolerance.bitwise else "within tolerance"
-        return f"NOT in agreement {asked}: {', '.join(wrong)} against {reference}"
+        return f"NOT in agreement with {reference} {asked}: {', '.join(wrong)}"
     if all(verdict.differences["loss"].bitwise for verdict in verdicts):
         return "Losses agree bit for bit"
     largest = max(verdict.differences["loss"].largest or 0.0 for verdict in verdicts)

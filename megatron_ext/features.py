@@ -1,0 +1,149 @@
+"""The feature table: what each feature adds to stock Megatron, as data. docs/adding-a-feature.md explains it.
+
+The launcher reads it: flags of every feature go into Megatron's parser, rules and conflicts of the enabled
+ones are checked before any process group exists, and their patches are applied, all or none. Functions take
+the table as an argument so that tests can use one of their own.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from megatron_ext.compositions import STOCK_OPTIONS, UNTESTED, WORKS
+from megatron_ext.config import RunConfig
+
+if TYPE_CHECKING:
+    from megatron_ext.patching import Patch
+
+Rule = Callable[[Namespace], str | None]
+RankLists = Mapping[str, list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One feature; everything it needs from Megatron and everything Megatron gets from it."""
+
+    name: str
+    title: str
+    what: str
+    """One line for the README's table."""
+    status: Literal["planned", "ready"]
+    config: type | None = None
+    """Dataclass of its flags, see config.py."""
+    enabled: Callable[[Namespace], bool] = lambda namespace: False
+    """Whether the flags turn it on. Sees the feature flags, and of stock's only `stock_flags`."""
+    stock_flags: tuple[str, ...] = ()
+    """Stock options that `enabled` reads too, as a list of strings or None."""
+    rules: tuple[Rule, ...] = ()
+    """What must hold when it is on, see rules.py."""
+    patches: Callable[[], "list[Patch]"] = list
+    """What it changes in Megatron, see patching.py."""
+    groups: Callable[[Namespace], RankLists] = lambda args: {}
+    """Its process groups: name -> rank lists, from the arguments (pure; made by groups.py)."""
+    checks: tuple[str, ...] = ()
+    """Names of --ext-check that it implements."""
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    """Other feature or stock option (a name of STOCK_OPTIONS) -> WORKS, UNTESTED, or why it is refused."""
+    cpu: str = WORKS
+    """WORKS or UNTESTED under --cpu, or why it needs a GPU."""
+    doc: str | None = None
+    """Its page."""
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        name="vocab",
+        title="Vocabulary parallelism",
+        what="shares the embedding and the output layer out to all pipeline stages, which balances them",
+        status="planned",
+    ),
+    Feature(
+        name="linear3d",
+        title="3-D linear partitioning",
+        what="cuts every linear layer along three axes, to send less than tensor parallelism does",
+        status="planned",
+    ),
+    Feature(
+        name="wallfacer",
+        title="WallFacer",
+        what="context-parallel attention that sends less than a ring does on long sequences",
+        status="planned",
+    ),
+    Feature(
+        name="paro",
+        title="PaRO",
+        what="shards parameters, gradients and optimizer state each over a group of its own size",
+        status="planned",
+    ),
+)
+
+
+def configs(table: Sequence[Feature] = FEATURES) -> list[type]:
+    """The flag dataclasses of the launcher and of every feature that has one."""
+    return [RunConfig, *(f.config for f in table if f.config is not None)]
+
+
+def stock_flags(table: Sequence[Feature] = FEATURES) -> list[str]:
+    """Stock options that decide whether a feature is on, for `config.preparse`."""
+    return list(dict.fromkeys(flag for f in table for flag in f.stock_flags))
+
+
+def enabled_features(namespace: Namespace, table: Sequence[Feature] = FEATURES) -> list[Feature]:
+    """The features that the flags turn on, in table order."""
+    return [f for f in table if f.status == "ready" and f.enabled(namespace)]
+
+
+def composition(feature: Feature, other: str, table: Sequence[Feature] = FEATURES) -> str:
+    """WORKS, UNTESTED or the reason for a refusal, of a feature with a stock option or another feature.
+
+    Two features need to say it once. Raises KeyError when neither does.
+    """
+    if other in feature.conflicts:
+        return feature.conflicts[other]
+    return next(f for f in table if f.name == other).conflicts[feature.name]
+
+
+def conflicts(
+    args: Namespace, on: Sequence[Feature], cpu: bool = False, table: Sequence[Feature] = FEATURES
+) -> list[str]:
+    """Problems of the enabled features with stock options that are set, with each other and with --cpu."""
+    found = []
+    for position, feature in enumerate(on):
+        others = [(o.name, o.title) for o in STOCK_OPTIONS if o.on(args)]
+        others += [(f.name, f.title) for f in on[position + 1 :]]
+        for name, title in others:
+            verdict = composition(feature, name, table)
+            if verdict not in (WORKS, UNTESTED):
+                found.append(f"{feature.title} is on together with {title}: {verdict}")
+        if cpu and feature.cpu not in (WORKS, UNTESTED):
+            found.append(f"{feature.title} is on together with --cpu: {feature.cpu}")
+    return found + _checks_not_offered(args, on)
+
+
+def _checks_not_offered(args: Namespace, on: Sequence[Feature]) -> list[str]:
+    """--ext-check replicas works for every job; other checks need a feature that implements them."""
+    offered = {"replicas", *(name for f in on for name in f.checks)}
+    missing = [name for name in getattr(args, "ext_check", ()) if name not in offered]
+    if not missing:
+        return []
+    enabled = ", ".join(f.title for f in on) or "none"
+    return [
+        f"--ext-check {','.join(missing)} is not offered by any feature that is on ({enabled}). "
+        f"This job can check: {','.join(sorted(offered))}."
+    ]
+
+
+def patch_catalogue(table: Sequence[Feature] = FEATURES) -> "list[Patch]":
+    """Every patch that any switch can install: what `megatron-ext lock` writes down. Imports megatron."""
+    from megatron_ext import compat, cpu, groups, launch, record
+
+    parts: Iterable[list[Patch]] = (
+        compat.workarounds_catalogue(),
+        cpu.catalogue(),
+        launch.catalogue(),
+        record.catalogue(),
+        groups.catalogue(),
+        *(f.patches() for f in table),
+    )
+    return [patch for part in parts for patch in part]
