@@ -86,9 +86,11 @@ def _named_shards(chunk: Any, grads: dict[Any, Any]) -> Iterator[tuple[str, tupl
         grad = by_storage.get(entry.data.data_ptr())
         if grad is None:  # frozen parameters, buffers, extra state
             continue
-        pieces = [dataclasses.replace(entry, data=grad)]
         if isinstance(entry, ShardedTensorFactory):
-            pieces = nested_values(entry.build_fn(entry.key, grad, entry.replica_id, entry.flattened_range))
+            built = entry.build_fn(entry.key, grad, entry.replica_id, entry.flattened_range)
+            pieces = list(nested_values(built))
+        else:
+            pieces = [dataclasses.replace(entry, data=grad, dtype=grad.dtype)]
         for piece in pieces:
             if is_main_replica(piece.replica_id):
                 yield _unstacked(piece)

@@ -294,13 +294,13 @@ def _end(launcher: Launcher, error: str | None) -> None:
 
 def main(argv: list[str]) -> int:
     """Launch; returns 0 when the script ends, raises what it raises, exits 2 on bad input."""
-    from torch.distributed.elastic.multiprocessing.errors import record as report_to_torchrun
-
     options = parse_front(argv)
     # As `python SCRIPT` would: a Megatron-LM checkout beside the script is the megatron that is used.
     sys.path.insert(0, str(Path(options.script).resolve().parent))
     launcher = Launcher(options, read_config(options))
     launcher.check()
     launcher.prepare()
+    from torch.distributed.elastic.multiprocessing.errors import record as report_to_torchrun
+
     report_to_torchrun(run)(launcher)
     return 0

@@ -4,10 +4,10 @@ A problem is a text that says what is set, why it cannot work and what to set in
 """
 
 import os
+import signal
 import sys
 import textwrap
 import time
-import traceback
 from typing import NoReturn
 
 WIDTH = 100
@@ -53,17 +53,8 @@ def render(problems: list[str], rank: int = 0) -> str:
     return "\n".join([*lines, "-" * WIDTH])
 
 
-def from_stock(error: BaseException) -> str:
-    """The text of stock's own refusal; a bare `assert` shows the condition that does not hold."""
-    text = " ".join(str(error).split())
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return f"Megatron refuses these arguments: {text or type(error).__name__}."
-    last = frames[-1]
-    return (
-        f"Megatron refuses these arguments: {text or f'it needs `{last.line}`'} "
-        f"({os.path.basename(last.filename)}, line {last.lineno})."
-    )
+def _exit_refused(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(2)
 
 
 def refuse(problems: list[str], rank: int | None = None) -> NoReturn:
@@ -76,6 +67,7 @@ def refuse(problems: list[str], rank: int | None = None) -> NoReturn:
     if rank == 0:
         print(render(problems), file=sys.stderr, flush=True)
     elif "TORCHELASTIC_RUN_ID" in os.environ:
+        signal.signal(signal.SIGTERM, _exit_refused)
         # One rank of each node is first to print, so that a node's ranks do not repeat each other.
         time.sleep(TORCHRUN_GRACE_S + 0.5 * int(os.environ.get("LOCAL_RANK", "0")))
         print(render(problems, rank), file=sys.stderr, flush=True)

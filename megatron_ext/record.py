@@ -88,6 +88,7 @@ class RunRecord:
             world_size=torch.distributed.get_world_size(),
             time=time.time(),
             hostname=socket.gethostname(),
+            pid=os.getpid(),
             versions={
                 "megatron_ext": __version__,
                 "megatron_core": compat.megatron_version(),

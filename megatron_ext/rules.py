@@ -14,23 +14,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megatron_ext.parse_errors import guard_enum_choices, unknown_flag_error
 from megatron_ext.rules_cpu import CPU_RULES
 from megatron_ext.rules_files import FILE_RULES
 from megatron_ext.rules_pipeline import PIPELINE_RULES
 from megatron_ext.rules_sizes import SIZE_RULES
 from megatron_ext.rules_training import TRAINING_RULES
-
-__all__ = [
-    "Rule",
-    "base_rules",
-    "cpu_problems",
-    "explicit_flags",
-    "guard_enum_choices",
-    "run",
-    "unknown_flag_error",
-    "with_defaults",
-]
 
 Rule = Callable[[Namespace], str | None]
 

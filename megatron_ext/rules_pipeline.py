@@ -126,7 +126,11 @@ def layers_by_virtual_stages(args: Namespace) -> str | None:
 
 
 def uneven_stages(args: Namespace) -> str | None:
-    """With a first or last stage of its own size, the rest is shared out evenly to the stages between."""
+    """With a first or last stage of its own size, the rest is shared out evenly to the stages between.
+
+    Stock overlooks sizes that leave a negative number of layers, or that are the same stage, and builds
+    another number of layers than --num-layers.
+    """
     flags, layers, pp = _given(args, FIRST_LAST), args.num_layers, args.pipeline_model_parallel_size
     if not flags or one_way_to_place_layers(args) or is_hybrid(args) or not layers or pp < 1:
         return None
@@ -137,7 +141,7 @@ def uneven_stages(args: Namespace) -> str | None:
     left, stages = layers - sum(sizes.values()), pp - len(sizes)
     chunks = virtual_stages(args) or 1
     if stages < 0:
-        return None
+        return f"{shown} are one stage at --pipeline-model-parallel-size {pp}: keep one, or use more stages."
     if bool(left) != bool(stages) or left < 0:
         return (
             f"{shown} leave {left} of --num-layers {layers} for the {stages} other stages of "

@@ -89,10 +89,11 @@ def world_size_divisible(args: Namespace) -> str | None:
         parts.append(f"weight shards {weight_shard_factor(args)} (--tensor-parallel-num-weight-shards)")
     started = f"{args.world_size} process{' was' if args.world_size == 1 else 'es were'} started"
     start = multiples_near(args.world_size, ranks)
+    choose = f"sizes whose product divides {args.world_size}" if args.world_size > 1 else "1 for each"
     return (
         f"{' x '.join(parts)} needs {ranks} ranks for one copy of the model, but {started} (WORLD_SIZE), "
         f"which is not a multiple of {ranks}. Start {start} processes (on one machine: torchrun "
-        f"--nproc-per-node {start.split()[0]}), or choose sizes whose product divides {args.world_size}."
+        f"--nproc-per-node {start.split()[0]}), or choose {choose}."
     )
 
 

@@ -16,14 +16,14 @@ node=${SLURMD_NODENAME:-$(hostname)}
 command -v "$PYTHON" >/dev/null || die "node $node has no $PYTHON." \
     "Run 'bash scripts/setup.sh' in the checkout, on a file system that every node sees, or set PYTHON."
 
-device_args=()
-[ "$CPU" != 1 ] || device_args=(--cpu)
+launcher_args=()
+doctor_args=(--require-gpu)
+if [ "$CPU" = 1 ]; then
+    launcher_args=(--cpu)
+    doctor_args=(--cpu)
+fi
 
-doctor() {
-    local require=(--require-gpu)
-    [ "$CPU" != 1 ] || require=()
-    exec "$PYTHON" -m megatron_ext doctor ${require[@]+"${require[@]}"}
-}
+doctor() { exec "$PYTHON" -m megatron_ext doctor "${doctor_args[@]}"; }
 
 train() {
     local config=$1 nproc=${NPROC_PER_NODE:-}
@@ -37,7 +37,7 @@ train() {
     exec "$PYTHON" -m torch.distributed.run \
         --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$nproc" --max-restarts 0 \
         --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --local-addr "$node" \
-        -m megatron_ext ${device_args[@]+"${device_args[@]}"} --ext-config "$config" "$SCRIPT" \
+        -m megatron_ext ${launcher_args[@]+"${launcher_args[@]}"} --ext-config "$config" "$SCRIPT" \
         --save "$CHECKPOINT_DIR" --load "$CHECKPOINT_DIR" \
         --exit-signal-handler --exit-signal SIGUSR1 --ext-report "$REPORT_DIR" "$@"
 }

@@ -6,10 +6,12 @@ case, and its own traceback is what the test shows. Ranks die with the parent, a
 The parent never computes gradients or communicates: threads do not survive a fork.
 """
 
+import argparse
 import contextlib
 import ctypes
 import faulthandler
 import functools
+import inspect
 import os
 import pickle
 import shutil
@@ -56,10 +58,15 @@ def preload() -> None:
     cpu.hide_gpu_packages()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about every missing GPU package
-        import megatron.training
+        import megatron.training  # noqa: F401
     import torch
 
     torch.set_num_threads(1)
+    # Megatron reads the source of its config classes for every parser; the children inherit what is read here.
+    inspect.getsource = functools.cache(inspect.getsource)
+    from megatron.training.arguments import add_megatron_arguments
+
+    add_megatron_arguments(argparse.ArgumentParser())
 
 
 def free_port() -> int:

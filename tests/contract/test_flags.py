@@ -5,10 +5,11 @@ import copy
 import dataclasses
 import math
 import random
+import shlex
 
 import pytest
 
-from megatron_ext import config, configfile, features, rules
+from megatron_ext import config, configfile, features, parse_errors, rules
 from megatron_ext.problems import UserError
 from megatron_ext.rules_cpu import GPU_OPTIONS
 from megatron_ext.rules_files import OUTPUT_FOLDERS, data_given, one_data_source, tokenizer_given
@@ -78,7 +79,9 @@ def test_both_parsers_agree(configs):
 
 
 def test_both_parsers_read_the_same(parser):
-    argv = "--num-layers 2 --ext-report out --ext-check bytes,replicas --ext-dump-grads-step 3 --bf16".split()
+    argv = shlex.split(
+        "--num-layers 2 --ext-report out --ext-check bytes,replicas --ext-dump-grads-step 3 --bf16"
+    )
     full, light = parser.parse_args(argv), config.preparse(argv)
     assert {name: getattr(full, name) for name in vars(light)} == vars(light)
     assert rules.explicit_flags(argv, parser) == {
@@ -92,7 +95,8 @@ def test_both_parsers_read_the_same(parser):
 
 def test_stock_has_no_flag_of_ours(parser):
     stock = megatron_parser()
-    assert not [name for name in config.light_parser(features.configs())._option_string_actions if name in stock._option_string_actions]  # fmt: skip
+    ours = config.light_parser(features.configs())
+    assert not set(ours._option_string_actions) & set(stock._option_string_actions)
 
 
 def test_unknown_names_get_the_nearest_stock_name(parser):
@@ -103,7 +107,7 @@ def test_unknown_names_get_the_nearest_stock_name(parser):
         "--num-layer": "--num-layers",
         "--micro-batchsize": "--micro-batch-size",
     }.items():
-        text = rules.unknown_flag_error(parser, f"unrecognized arguments: {wrong} 3")
+        text = parse_errors.unknown_flag_error(parser, f"unrecognized arguments: {wrong} 3")
         assert f"did you mean {right}" in text
 
 
@@ -111,7 +115,7 @@ def test_enum_options(parser):
     mended = copy.copy(parser)
     mended.error = lambda message: pytest.fail(message)
     mended._actions = [copy.copy(action) for action in parser._actions]
-    rules.guard_enum_choices(mended)
+    parse_errors.guard_enum_choices(mended)
     backend = next(action for action in mended._actions if action.dest == "attention_backend")
     assert backend.type("unfused").name == "unfused"
     with pytest.raises(
@@ -124,7 +128,8 @@ def test_config_file_reaches_the_parser(parser, tmp_path):
     path = tmp_path / "job.yaml"
     path.write_text(
         "model: {num-layers: 4, swiglu: true, norm-epsilon: 1.0e-5, window-size: [], split: '990,8,2'}\n"
-        "run: {data-path: [0.3, a, 0.7, b], use-checkpoint-opt-param-scheduler: true, null-tokenizer-pad-id: -1}\n"
+        "run: {data-path: [0.3, a, 0.7, b], null-tokenizer-pad-id: -1}\n"
+        "load: {use-checkpoint-opt-param-scheduler: true}\n"
         "off: {gradient-accumulation-fusion: false, bf16: false}\n"
     )
     found = configfile.load(str(path), {})
@@ -198,9 +203,13 @@ def stock_refuses(parser, monkeypatch):
                 args.decrease_batch_size_if_needed,
                 0,
             )
-            for stage in range(made.pipeline_model_parallel_size):
-                for chunk in range(made.virtual_pipeline_model_parallel_size or 1):
-                    get_num_layers_to_build(made, chunk, stage)
+            layers = [
+                get_num_layers_to_build(made, chunk, stage)
+                for stage in range(made.pipeline_model_parallel_size)
+                for chunk in range(made.virtual_pipeline_model_parallel_size or 1)
+            ]
+            if min(layers) < 0 or sum(layers) != made.num_layers:
+                return f"stock builds {layers} layers of {made.num_layers}"
             divide(made.ffn_hidden_size, made.tensor_model_parallel_size)
             divide(made.num_attention_heads, made.num_query_groups)
             if args.sequence_parallel:
@@ -301,7 +310,7 @@ def random_sizes(rng):
     ("seed", "cases"), [(1, 400), pytest.param(2, 3000, marks=pytest.mark.full)], ids=["some", "many"]
 )
 def test_rules_refuse_exactly_what_stock_refuses(parser, stock_refuses, capsys, seed, cases):
-    """Both ways: nothing that works is refused, and no bad size gets past the rules into stock's own asserts."""
+    """Both ways: nothing that works is refused, and no bad size gets past the rules to stock's asserts."""
     checked = (*SIZE_RULES, *PIPELINE_RULES, batch_sizes, evaluation_batch, positions_cover_sequence)
     rng = random.Random(seed)
     base = small_gpt(parser)
@@ -444,3 +453,11 @@ def test_stock_has_no_schedule_that_a_rule_refuses(parser, monkeypatch, changes)
 def test_bad_config_file_names_the_file(tmp_path):
     with pytest.raises(UserError, match=r"gone\.yaml: cannot be read"):
         configfile.read(str(tmp_path / "gone.yaml"))
+
+
+def test_catalogue_holds_every_patch():
+    from tests.unit.test_features import TABLE
+
+    stock = features.patch_catalogue(())
+    assert {"launcher", "cpu", "groups", "record", "grads"} <= {patch.feature for patch in stock}
+    assert [patch.feature for patch in features.patch_catalogue(TABLE)[len(stock) :]] == ["fast", "dense"]

@@ -1,15 +1,18 @@
 """Real training runs for functional tests: the script, through the launcher, in forked ranks."""
 
+import atexit
 import contextlib
 import functools
 import json
 import os
+import shutil
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import RankResult, run_ranks
+from tests.ranks import RankResult, preload, run_ranks
 
 REPO = Path(__file__).resolve().parents[2]
 SCRIPT = REPO / "pretrain_gpt.py"
@@ -19,7 +22,7 @@ MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --weight-decay 0.1 --clip-grad 1.0 "
     "--lr-decay-style constant --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 "
-    "--tokenizer-type NullTokenizer --vocab-size 255 --mock-data --log-interval 1 --seed 7 --ckpt-format torch_dist"
+    "--tokenizer-type NullTokenizer --vocab-size 255 --log-interval 1 --seed 7 --ckpt-format torch_dist"
 ).split()
 
 # The second architecture: what LLaMA-style models use.
@@ -27,6 +30,26 @@ LLAMA = (
     "--position-embedding-type rope --group-query-attention --num-query-groups 2 --normalization RMSNorm "
     "--swiglu --untie-embeddings-and-output-weights --disable-bias-linear"
 ).split()
+
+
+@functools.cache
+def data() -> list[str]:
+    """Flags for a small indexed dataset, written once per test session with Megatron's own builder."""
+    preload()
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    folder = Path(tempfile.mkdtemp(prefix="tokens-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=np.uint16)
+    rng = np.random.default_rng(0)
+    for length in rng.integers(40, 200, size=60):
+        # A walk with small steps: predictable enough that the loss falls.
+        tokens = np.cumsum(rng.integers(0, 4, size=length)) % 250
+        builder.add_document(torch.from_numpy(tokens.astype(np.int64)), [int(length)])
+    builder.finalize(str(folder / "tokens.idx"))
+    return ["--data-path", str(folder / "tokens"), "--split", "100,0,0"]
 
 
 @dataclass
@@ -92,7 +115,9 @@ def train(
 ) -> Run:
     """Train in `world` forked ranks with the record in `folder`; `extra` flags override the model's."""
     folder.mkdir(parents=True, exist_ok=True)
-    args = merged(model, ["--train-iters", str(steps)], list(extra), ["--ext-report", str(folder / "record")])
+    args = merged(
+        model, data(), ["--train-iters", str(steps)], list(extra), ["--ext-report", str(folder / "record")]
+    )
     body = functools.partial(launch, [*launcher, str(script), *args], folder)
     ranks = run_ranks(world, body, timeout=timeout, check=check)
     return Run(folder, ranks, read_record(folder / "record", world))

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tests.functional import bare_stock
-from tests.functional.runs import LLAMA, MODEL, SCRIPT, merged, train
+from tests.functional.runs import LLAMA, MODEL, SCRIPT, data, merged, train
 from tests.ranks import run_ranks
 
 PP, TP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
@@ -23,7 +23,7 @@ PP, TP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
     ids=["one", "llama-bf16-dropout", "pp2", "tp2", "dp2-distopt"],
 )
 def test_launcher_equals_bare_stock(tmp_path, world, flags):
-    args = merged(MODEL, ["--train-iters", "10", "--eval-interval", "100"], flags)
+    args = merged(MODEL, data(), ["--train-iters", "10", "--eval-interval", "100"], flags)
     bare = run_ranks(world, functools.partial(bare_stock.run, str(SCRIPT), args), timeout=150)
     run = train(tmp_path, world, *flags)
     losses = [loss for loss, _ in bare[-1].value]

@@ -135,7 +135,7 @@ def test_settings_from_the_environment(cluster):
     )
     assert code == 0, cluster.output()
     (doctor, _), (words, environment) = cluster.calls()
-    assert doctor == ["-m", "megatron_ext", "doctor"]
+    assert doctor == ["-m", "megatron_ext", "doctor", "--cpu"]
     assert value_of(words, "--nproc-per-node") == "3"
     assert value_of(words, "--rdzv-endpoint") == "127.0.0.1:29511"
     assert words[words.index("megatron_ext") + 1 :][:4] == [

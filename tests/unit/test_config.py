@@ -1,6 +1,7 @@
 import argparse
 import dataclasses
 import enum
+import shlex
 import typing
 
 import pytest
@@ -16,7 +17,7 @@ class Color(enum.Enum):
 
 @dataclasses.dataclass(kw_only=True)
 class EveryKind:
-    """One field of each kind that a feature may use; the contract test reads it through upstream's factory."""
+    """One field of each kind that a feature may use; a contract test reads it through upstream's factory."""
 
     kind_switch: bool = False
     """A switch."""
@@ -54,10 +55,10 @@ def test_defaults():
 
 
 def test_our_flags_are_found_among_anything():
-    argv = (
-        "--num-layers 2 --ext-report out --data-path 0.3 a 0.7 b --ext-check bytes,replicas --lr -1 --ext-dump-grads=g "
-        "--ext --ext-rep x --help --ext-dump-grads-step 4 stray -- --ext-config no"
-    ).split()
+    argv = shlex.split(
+        "--num-layers 2 --ext-report out --data-path 0.3 a 0.7 b --ext-check bytes,replicas --lr -1 "
+        "--ext-dump-grads=g --ext --ext-rep x --help --ext-dump-grads-step 4 stray -- --ext-config no"
+    )
     flags = preparse(argv)
     assert flags.ext_report == "out"
     assert flags.ext_check == ["bytes", "replicas"]
@@ -113,10 +114,10 @@ def test_every_kind_of_field():
         "kind_sizes": [],
         "kind_named": ["auto"],
     }
-    argv = (
-        "--kind-switch --no-kind-on --kind-int 4 --kind-float 0.5 --kind-old 6 --kind-mode naive --kind-color blue "
-        "--kind-sizes 1 2 --kind-name a b c"
-    ).split()
+    argv = shlex.split(
+        "--kind-switch --no-kind-on --kind-int 4 --kind-float 0.5 --kind-old 6 --kind-mode naive "
+        "--kind-color blue --kind-sizes 1 2 --kind-name a b c"
+    )
     assert vars(preparse(argv, [EveryKind])) == {
         "kind_switch": True,
         "kind_on": False,

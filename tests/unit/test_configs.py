@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import configfile
+from megatron_ext import configfile, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
@@ -25,12 +25,13 @@ def parser():
 
 @pytest.fixture
 def parse(parser, monkeypatch):
-    """The arguments of a file as stock leaves them after its checks, on `world_size` Hopper GPUs."""
+    """The arguments of a file after our rules and stock's own checks, on `world_size` Hopper GPUs."""
     from megatron.training import arguments
 
     def parse_file(path: Path, world_size: int):
-        args = parser.parse_args(configfile.read(str(path)))
+        args = parser.parse_args([*configfile.read(str(path)), "--mock-data"])
         args.rank, args.world_size = 0, world_size
+        assert rules.run(args, rules.base_rules()) == []
         monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         arguments.validate_args(args)

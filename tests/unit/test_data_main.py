@@ -385,10 +385,14 @@ def test_a_worker_that_dies_is_an_error_and_no_hang():
 
 
 def test_workers_end_when_the_tool_is_interrupted():
+    def interrupted():
+        with Workers(1) as workers:
+            workers.submit(time.sleep, 100)
+            raise KeyboardInterrupt
+
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), Workers(1) as workers:
-        workers.submit(time.sleep, 100)
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert time.monotonic() - start < 50
 
 

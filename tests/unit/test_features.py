@@ -42,7 +42,7 @@ FAST = Feature(
     groups=lambda args: {"fast": [(0, 1)]},
     checks=("bytes",),
     conflicts=STOCK_WORKS
-    | {"pp": "it has no stages. Set --pipeline-model-parallel-size 1.", "moe": UNTESTED, "dense": "both are on. Keep one."},
+    | {"pp": "no stages. Set --pipeline-model-parallel-size 1.", "moe": UNTESTED, "dense": "Keep one."},
     cpu="it needs a GPU kernel. Run without --cpu.",
     doc="docs/fast.md",
 )  # fmt: skip
@@ -91,7 +91,7 @@ def test_rules_of_a_feature():
 def test_conflict_with_a_stock_option():
     args = gpt(pipeline_model_parallel_size=2, tensor_model_parallel_size=2, world_size=4, num_experts=2)
     assert features.conflicts(args, [FAST], table=TABLE) == [
-        "Fast is on together with pipeline parallelism: it has no stages. Set --pipeline-model-parallel-size 1."
+        "Fast is on together with pipeline parallelism: no stages. Set --pipeline-model-parallel-size 1."
     ]
     assert features.conflicts(args, [DENSE], table=TABLE) == []
     assert features.conflicts(args, [], table=TABLE) == []
@@ -100,7 +100,7 @@ def test_conflict_with_a_stock_option():
 @pytest.mark.parametrize("table", [(FAST, DENSE), (DENSE, FAST)], ids=["says it", "is told"])
 def test_conflict_between_features_needs_to_be_said_once(table):
     (text,) = features.conflicts(gpt(), list(table), table=table)
-    assert text == f"{table[0].title} is on together with {table[1].title}: both are on. Keep one."
+    assert text == f"{table[0].title} is on together with {table[1].title}: Keep one."
 
 
 def test_conflict_with_cpu():
@@ -124,12 +124,14 @@ def test_composition_that_nobody_states_is_an_error():
         (
             ["bytes", "layouts"],
             [],
-            "--ext-check bytes,layouts is not offered by any feature that is on (none). This job can check: replicas.",
+            "--ext-check bytes,layouts is not offered by any feature that is on (none). "
+            "This job can check: replicas.",
         ),
         (
             ["layouts", "bytes"],
             [FAST],
-            "--ext-check layouts is not offered by any feature that is on (Fast). This job can check: bytes,replicas.",
+            "--ext-check layouts is not offered by any feature that is on (Fast). "
+            "This job can check: bytes,replicas.",
         ),
     ],
 )
@@ -160,10 +162,10 @@ def test_composes_table_numbers_its_notes():
     notes = dict(line.strip()[1:].split("] ", 1) for line in lines if line.startswith("["))
     (pipeline,) = [line for line in lines if line.startswith("| pipeline parallelism |")]
     number = pipeline.split("no [")[1].split("]")[0]
-    assert notes[number] == "it has no stages. Set --pipeline-model-parallel-size 1."
+    assert notes[number] == "no stages. Set --pipeline-model-parallel-size 1."
     (dense,) = [line for line in lines if line.startswith("| Dense |")]
     number = dense.split("no [")[1].split("]")[0]
-    assert notes[number] == "both are on. Keep one."
+    assert notes[number] == "Keep one."
     assert dense.endswith("| - | planned |")
     (fast,) = [line for line in lines if line.startswith("| Fast |")]
     assert fast.split(" | ")[1].startswith("no [")

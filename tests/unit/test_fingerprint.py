@@ -2,6 +2,10 @@
 
 import ast
 import importlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -218,6 +222,17 @@ def test_missing_and_foreign_files(tmp_path):
 
 def test_contracts_lie_beside_the_package_in_a_checkout():
     assert "0.19.2" in contracts.available()
+
+
+def test_contracts_lie_in_an_installed_package(tmp_path):
+    package = Path(contracts.__file__).parent
+    shutil.copytree(package, tmp_path / "megatron_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package.parent / "patches", tmp_path / "megatron_ext" / "patches")
+    code = "from megatron_ext import contract; print(contract.folder(), contract.available())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == f"{tmp_path}/megatron_ext/patches {contracts.available()}"
 
 
 # --- drift -------------------------------------------------------------------------------------------------

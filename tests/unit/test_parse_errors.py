@@ -1,9 +1,10 @@
 import argparse
 import enum
+import re
 
 import pytest
 
-from megatron_ext.parse_errors import guard_enum_choices, nearest_names, unknown_flag_error
+from megatron_ext.parse_errors import guard_enum_choices, nearest_names, refused_by_stock, unknown_flag_error
 
 
 class Backend(enum.Enum):
@@ -46,14 +47,18 @@ def error_of(parser, *argv):
         (["-num-layers", "3"], "-num-layers is not an option of this script: did you mean --num-layers?"),
         (
             ["--tensor-model-paralel-size", "2"],
-            "--tensor-model-paralel-size is not an option of this script: did you mean --tensor-model-parallel-size?",
+            "--tensor-model-paralel-size is not an option of this script: did you mean "
+            "--tensor-model-parallel-size?",
         ),
         (
             ["--num-attention", "2"],
             "--num-attention is not an option of this script: did you mean --num-attention-heads?",
         ),
         (["--zebra", "x"], "--zebra is not an option of this script: see --help for the list."),
-        (["--bf16", "yes", "no"], "'yes no' belongs to no option: the option before it takes fewer values, or its name is missing."),
+        (
+            ["--bf16", "yes", "no"],
+            "'yes no' belongs to no option: the option before it takes fewer values, or its name is missing.",
+        ),
     ],
 )  # fmt: skip
 def test_unknown_flags(parser, argv, text):
@@ -70,7 +75,7 @@ def test_every_unknown_flag_is_named(parser):
     [
         (
             ["--normalization", "rms"],
-            "argument --normalization: invalid choice: 'rms' (choose from 'LayerNorm', 'RMSNorm'). See --help",
+            "argument --normalization: invalid choice: 'rms' (choose from 'LayerNorm', 'RMSNorm'). See",
         ),
         (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'. See --help"),
         (
@@ -106,3 +111,27 @@ def test_nearest_names():
     ]
     assert nearest_names(known, "--lr-decay", count=1) == ["--lr-decay-style"]
     assert nearest_names(known, "--tokens") == []
+
+
+def refusal(function):
+    with pytest.raises((AssertionError, ValueError)) as info:
+        function()
+    return refused_by_stock(info.value)
+
+
+def test_stock_refusal_with_a_text():
+    def stock():
+        raise ValueError("num_attention_heads (8) must be a multiple of 3")
+
+    lines = refusal(stock).splitlines()
+    assert lines[0] == "Megatron-LM refuses these arguments: num_attention_heads (8) must be a multiple of 3"
+    assert re.fullmatch(r"  \(checked in test_parse_errors\.py:\d+, ValueError\)", lines[1])
+
+
+def test_stock_refusal_without_a_text_shows_the_condition():
+    def stock():
+        save_interval = None
+        # No text, as most of stock's assertions; pytest would fill one in for a plain assert.
+        if save_interval is None: raise AssertionError  # noqa: E701  # fmt: skip
+
+    assert "refuses these arguments: `if save_interval is None: raise AssertionError" in refusal(stock)

@@ -3,6 +3,7 @@ import argparse
 import pytest
 
 from megatron_ext import rules
+from megatron_ext.rules_pipeline import ACCOUNT_FOR
 from megatron_ext.rules_sizes import divisors_near, multiples_near
 from tests.unit.stock_args import gpt, nothing_given
 
@@ -53,7 +54,12 @@ SIZES = {
     ),
     "world size 1": (
         {TP: 2, CP: 2, "global_batch_size": None},
-        ["x --context-parallel-size 2 needs 4 ranks", "1 process was started", "Start 4 processes"],
+        [
+            "x --context-parallel-size 2 needs 4 ranks",
+            "1 process was started",
+            "Start 4 processes",
+            "1 for each.",
+        ],
     ),
     "weight shards": (
         {TP: 2, "tensor_parallel_num_weight_shards": 8, "world_size": 4, "global_batch_size": None},
@@ -182,6 +188,17 @@ PIPELINE = {
         {PP: 2, "world_size": 2, FIRST: 3, LAST: 3},
         ["leave 2 of --num-layers 8 for the 0 other stages", "Choose sizes that leave no layer"],
     ),
+    "more layers than there are": (
+        {PP: 3, "world_size": 3, FIRST: 6, LAST: 4},
+        ["leave -2 of --num-layers 8 for the 1 other stages", "a positive multiple of 1 layers"],
+    ),
+    "first and last are one": (
+        {FIRST: 4, LAST: 4},
+        [
+            "--decoder-last-pipeline-num-layers 4 are one stage at --pipeline-model-parallel-size 1",
+            "keep one",
+        ],
+    ),
     "middle stages": (
         {PP: 3, "world_size": 3, FIRST: 3},
         ["leave 5 of --num-layers 8", "to the 2 other stages", "Choose sizes that leave 4 or 6"],
@@ -229,7 +246,7 @@ def test_pipeline(changes, parts):
         {PP: 3, "world_size": 3, "pipeline_model_parallel_layout": "Et*3|t*3|t*2L"},
         {PP: 3, "world_size": 3, FIRST: 2},
         {PP: 3, "world_size": 3, FIRST: 2, LAST: 4},
-        {PP: 5, "world_size": 5, "num_layers": 8, **{f"account_for_{n}_in_pipeline_split": True for n in ("embedding", "loss")}},
+        {PP: 5, "world_size": 5, **dict.fromkeys(ACCOUNT_FOR, True)},
         {PP: 2, "world_size": 2, PER_STAGE: 2},
         {PP: 2, "world_size": 2, CHUNKS: 4},
         {PP: 4, "world_size": 4, CHUNKS: 1, "global_batch_size": None},

@@ -24,8 +24,8 @@ def test_stock_defaults_are_never_refused():
 def test_transformer_impl(value):
     text = only(["transformer_impl"], transformer_impl=value)
     assert text == (
-        f"--transformer-impl {value} needs Transformer Engine, which only works on a GPU, and --cpu is set. Remove it "
-        "(--cpu sets --transformer-impl local by itself), or run without --cpu."
+        f"--transformer-impl {value} needs Transformer Engine, which only works on a GPU, and --cpu is set. "
+        "Remove it (--cpu sets --transformer-impl local by itself), or run without --cpu."
     )
 
 

@@ -30,7 +30,8 @@ def corpus(tmp_path):
 def test_no_data():
     (text,) = real_data()
     assert text == (
-        f"No data is given. Set --data-path PREFIX (a dataset made by {MAKE}), or --mock-data for generated tokens."
+        f"No data is given. Set --data-path PREFIX (a dataset made by {MAKE}), or --mock-data for generated "
+        "tokens."
     )
 
 
@@ -60,8 +61,8 @@ def test_missing_data(corpus, tmp_path):
     nowhere = f"{tmp_path}/no/where"
     (text,) = real_data(data_path=["0.3", corpus, "0.7", nowhere])
     assert text.splitlines() == [
-        f"--data-path {nowhere} needs {nowhere}.bin and {nowhere}.idx, but {nowhere}.bin and {nowhere}.idx cannot "
-        f"be found (there is no folder {tmp_path}/no).",
+        f"--data-path {nowhere} needs {nowhere}.bin and {nowhere}.idx, but {nowhere}.bin and {nowhere}.idx "
+        f"cannot be found (there is no folder {tmp_path}/no).",
         f"Correct the path, or make the dataset: {MAKE}.",
     ]
 
