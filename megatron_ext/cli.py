@@ -17,8 +17,8 @@ def usage() -> str:
     tools = "\n".join(f"  {name:<9} {what}" for name, what in TOOLS.items())
     return (
         "megatron_ext: features for stock Megatron-LM by flags, no fork.\n\n"
-        "Train:  torchrun --nproc-per-node N -m megatron_ext [--cpu] [--ext-config FILE.yaml] SCRIPT ARGS...\n"
-        "        (ARGS: Megatron's own and ours; `-m megatron_ext --cpu pretrain_gpt.py --help` lists them)\n\n"
+        "Train:  torchrun --nproc-per-node N -m megatron_ext [--cpu] [--ext-config FILE.yaml] SCRIPT ARGS\n"
+        "        (ARGS: Megatron's own and ours; -m megatron_ext --cpu pretrain_gpt.py --help lists them)\n\n"
         f"Tools:  megatron-ext TOOL --help\n{tools}\n"
     )
 

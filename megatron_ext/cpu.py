@@ -5,6 +5,7 @@ becomes the CPU, streams and events do nothing (CPU work is synchronous), and CU
 CPU's. The patches go through the same declarative mechanism as every other (`patching.py`).
 """
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -73,6 +74,13 @@ def set_environment() -> None:
     """Environment that CPU runs need; values the user set stay."""
     # torch.compile would build C++ kernels at the first step; Megatron uses it only to fuse on GPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def quiet_known_noise() -> None:
+    """Drop a warning that is always wrong here: the CPU's generator *is* the one behind `torch.cuda`."""
+    noise = "CPU RNG state changed within GPU RNG context"
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(lambda line: line.getMessage() != noise)
 
 
 def set_defaults(parser) -> list[str]:

@@ -1,9 +1,9 @@
 """Gradient dump: every gradient of one step, before the optimizer step, under stock names and global shapes.
 
 Each rank writes the shards it owns (`DIR/step-NNNNNN/rank-NNNN.pt`); `assemble` puts them together. Names,
-shapes and offsets come from Megatron's own `sharded_state_dict`, so any tensor, pipeline or data-parallel layout
-(interleaved and distributed optimizer included) of one model assembles to the same dictionary. Gradients are
-taken from the fp32 main gradients where Megatron keeps them, and the loss scale is divided out.
+shapes and offsets come from Megatron's own `sharded_state_dict`, so any tensor, pipeline or data-parallel
+layout (interleaved and distributed optimizer included) of one model assembles to the same dictionary.
+Gradients are those that the optimizer will use (fp32 as a rule), with the loss scale divided out.
 """
 
 import dataclasses

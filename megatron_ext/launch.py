@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_ext import __version__, compat, config, configfile, cpu, features, parse_errors, problems, rules
+from megatron_ext import (
+    __version__,
+    compat,
+    config,
+    configfile,
+    cpu,
+    features,
+    hooks,
+    parse_errors,
+    problems,
+    rules,
+)
 from megatron_ext.patching import Applied, Patch, PatchError
 
 
@@ -55,11 +66,11 @@ def parse_front(argv: list[str]) -> Options:
     return options
 
 
-def read_config(options: Options) -> list[str]:
-    """Arguments of the script after `--ext-config` (in front of it or among its flags) was expanded."""
+def read_config(options: Options) -> configfile.ConfigFile | None:
+    """The file of `--ext-config`, given in front of the script or among its flags."""
     try:
         file = options.ext_config or preparse(options.args).ext_config
-        return options.args if file is None else configfile.merge(configfile.read(file), options.args)
+        return None if file is None else configfile.load(file)
     except problems.UserError as error:
         problems.refuse(error.problems)
 
@@ -72,9 +83,11 @@ def preparse(args: list[str]) -> Any:
 class Launcher:
     """One launch on one rank; `undo()` restores everything that `prepare()` patched."""
 
-    def __init__(self, options: Options, args: list[str]):
+    def __init__(self, options: Options, file: configfile.ConfigFile | None = None):
         self.options = options
-        self.args = args
+        self.file = file
+        self.args = options.args if file is None else configfile.merge(file.argv, options.args)
+        self.script_defaults: dict[str, Any] = {}
         self.rank = int(os.environ.get("RANK", "0"))
         self.flags: Any = None
         self.record: Any = None
@@ -97,12 +110,9 @@ class Launcher:
                 f"-m megatron_ext --cpu {self.options.script} ..."
             )
         found += compat.check_versions() + compat.check_import_paths()
-        try:
-            self.flags = preparse(self.args)
-        except problems.UserError as error:
-            found += error.problems
         if found:
             problems.refuse(found)
+        self.flags = preparse(self.args)
 
     def _missing_script(self) -> str:
         name = self.options.script
@@ -123,8 +133,6 @@ class Launcher:
             f"megatron_ext {__version__} on megatron-core {compat.megatron_version()} "
             f"({os.path.dirname(sys.modules['megatron.core'].__file__)})"
         )
-        for fix in compat.workarounds_present():
-            self.log(f"workaround: {fix.target}: {fix.why}")
         patches = self._patches(on)
         self._apply(patches, contract)
         self.log("features on: " + (", ".join(f.name for f in on) or "none (stock Megatron)"))
@@ -138,10 +146,9 @@ class Launcher:
 
     def _prepare_cpu(self) -> None:
         cpu.set_environment()
+        cpu.quiet_known_noise()
         hidden = cpu.hide_gpu_packages()
-        self.log(
-            "--cpu: stock Megatron on CPU with gloo; CUDA queries get CPU answers, no numerics change"
-        )
+        self.log("--cpu: stock Megatron on CPU with gloo; CUDA queries get CPU answers, no numerics change")
         if hidden:
             self.log(f"--cpu: hidden GPU packages: {', '.join(hidden)}")
         self._apply(cpu.torch_patches(), None, quiet=True)
@@ -202,7 +209,7 @@ class Launcher:
             parsed, unknown = parse_known(args, namespace)
             if unknown:
                 text = parse_errors.unknown_flag_error(parser, f"unrecognized arguments: {' '.join(unknown)}")
-                problems.refuse([text, *self.problems_of(parsed, {})])
+                problems.refuse([text, *self.problems_of(parsed, self.script_defaults)])
             return parsed
 
         parser.parse_args = parse_args
@@ -212,8 +219,9 @@ class Launcher:
         args = copy.copy(args)
         args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         on = features.enabled_features(self.flags)
+        on_file = self.file.unknown_left_out(self._parser._option_string_actions) if self.file else []
         of_features = [rule for feature in on for rule in feature.rules]
-        found = rules.run(args, [*rules.base_rules(), *of_features], defaults)
+        found = on_file + rules.run(args, [*rules.base_rules(), *of_features], defaults)
         found += features.conflicts(args, on, self.options.cpu)
         if self.options.cpu:
             found += rules.cpu_problems(args, rules.explicit_flags(self.args, self._parser))
@@ -244,6 +252,14 @@ def argument_patches(launcher: Launcher | None) -> list[Patch]:
 
         return wrapper
 
+    def remember_defaults(original):
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            launcher.script_defaults = hooks.bound(original, args, kwargs)["args_defaults"]
+            return original(*args, **kwargs)
+
+        return wrapper
+
     def validate(original):
         @functools.wraps(original)
         def wrapper(args, defaults={}, **kwargs):  # noqa: B006  (upstream's own default, never written to)
@@ -254,6 +270,14 @@ def argument_patches(launcher: Launcher | None) -> list[Patch]:
     where = "megatron.training.arguments"
     return [
         Patch(f"{where}:add_megatron_arguments", add, "wrap", "our flags in Megatron's parser", "launcher"),
+        Patch(
+            f"{where}:parse_and_validate_args",
+            remember_defaults,
+            "wrap",
+            "the script's own defaults, for our rules",
+            "launcher",
+            ("args_defaults",),
+        ),
         Patch(
             f"{where}:validate_args",
             validate,

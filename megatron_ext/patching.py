@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Applied", "DriftError", "Patch", "PatchError", "apply", "missing_parameters", "pristine"]
 
 _ABSENT = object()
+Holders = dict[int, list[tuple[ModuleType, str]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +129,10 @@ def apply(patches: Sequence[Patch], *, contract: "Contract | None", log: Callabl
     if contract is not None and not contract.is_exact and any(f.is_upstream for f in found.values()):
         log(contract.note)
     layers: list[_Layer] = []
+    holders = _holders()
     for patch in sorted(fresh, key=lambda patch: patch.kind != "replace"):
         try:
-            layers.append(_install(patch, found[patch.target]))
+            layers.append(_install(patch, found[patch.target], holders))
         except BaseException as error:
             for layer in reversed(layers):
                 layer.restore()
@@ -233,7 +235,7 @@ def _spot(found: Found) -> tuple[int, str]:
 # --- changes -----------------------------------------------------------------------------------------------
 
 
-def _install(patch: Patch, found: Found) -> _Layer:
+def _install(patch: Patch, found: Found, holders: Holders) -> _Layer:
     """Make the new object and put it in every place of the old one."""
     current = Found(found.target, found.owner, found.name, look_up(found.owner, found.name))
     new = patch.make(current.plain)
@@ -243,7 +245,8 @@ def _install(patch: Patch, found: Found) -> _Layer:
         new = method(new)
     sites = [_Site(found.owner, found.name, vars(found.owner).get(found.name, _ABSENT))]
     if current.is_shared:
-        sites += [_Site(module, name, current.raw) for module, name in _aliases(current)]
+        aliases = holders.get(id(current.raw), [])
+        sites += [_Site(*place, current.raw) for place in aliases if place != (found.owner, found.name)]
     done: list[_Site] = []
     try:
         for site in sites:
@@ -253,6 +256,8 @@ def _install(patch: Patch, found: Found) -> _Layer:
         for site in reversed(done):
             site.restore()
         raise
+    if current.is_shared:  # a later patch of the same object finds the new one where this one left it
+        holders[id(new)] = [(site.owner, site.name) for site in sites]
     return _Layer(patch, current.raw, new, tuple(sites))
 
 
@@ -267,10 +272,12 @@ def _check_made(patch: Patch, found: Found, new: Any) -> None:
         raise TypeError(f"make of {patch.target} returned {new!r}, which does not bind to instances")
 
 
-def _aliases(found: Found) -> Iterator[tuple[ModuleType, str]]:
-    """Attributes of loaded megatron modules that are the very object found, other than its own place."""
+def _holders() -> Holders:
+    """Places (module, attribute) of loaded megatron modules by the id of the callable that they hold."""
     loaded = [m for name, m in sys.modules.items() if name == UPSTREAM or name.startswith(f"{UPSTREAM}.")]
+    holders: Holders = {}
     for module in {id(m): m for m in loaded if isinstance(m, ModuleType)}.values():
         for name, value in list(vars(module).items()):
-            if value is found.raw and not (module is found.owner and name == found.name):
-                yield module, name
+            if callable(value):
+                holders.setdefault(id(value), []).append((module, name))
+    return holders

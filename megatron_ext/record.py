@@ -1,8 +1,8 @@
 """Run record `--ext-report DIR`: one JSON-lines file per rank, `DIR/rank-NNNN.jsonl`.
 
-Lines have `event`: `start` (versions, paths, argv, features, patches, groups), `step` (one per training step)
-and `end`. Every line is written whole and at once, so the record is complete up to the last finished step even
-when the rank is killed. Non-finite numbers are the strings "nan", "inf", "-inf" (JSON has none).
+Lines have `event`: `start` (versions, paths, argv, features, patches, groups), `step` (one per training
+step) and `end`. Every line is written whole and at once, so the record is complete up to the last finished
+step even when the rank is killed. Non-finite numbers are the strings "nan", "inf", "-inf" (JSON has none).
 """
 
 import functools
@@ -58,17 +58,18 @@ class RunRecord:
 
     def __init__(self, folder: str, rank: int, info: dict[str, Any]):
         self.path = Path(folder) / f"rank-{rank:04d}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.rank = rank
         self.info = info
         self.last_step = 0
         self._counting = traffic.count_stock()
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd: int | None = None  # opened at the first line, once the arguments are known to be good
         self._base_rss = _rss_bytes()
-        self._ended = False
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line in a single system call."""
+        if self._fd is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         line = json.dumps({"event": event, **fields}, allow_nan=False, separators=(",", ":"))
         os.write(self._fd, (line + "\n").encode())
 
@@ -143,13 +144,12 @@ class RunRecord:
         self.last_step = step
 
     def end(self, error: str | None = None) -> None:
-        """Write the end line once and stop counting."""
-        if self._ended:
-            return
-        self._ended = True
+        """Stop counting and write the end line, unless the run was refused before it started."""
         self._counting.stop()
-        self.write("end", step=self.last_step, status="error" if error else "ok", error=error)
-        os.close(self._fd)
+        if self._fd is not None:
+            self.write("end", step=self.last_step, status="error" if error else "ok", error=error)
+            os.close(self._fd)
+            self._fd = None
 
     def _peak_memory(self) -> int:
         import torch

@@ -1,8 +1,8 @@
 """Forked ranks for tests: `@ranks(4)` runs a test body in four gloo ranks, `run_ranks` any function.
 
-The parent imports torch and megatron once and forks, so a case starts in about half a second. Every case has a
-free port and a timeout; on timeout the stacks of all ranks are part of the failure. A rank that fails ends the
-case, and its own traceback is what the test shows. Ranks die with the parent, and no process is left behind.
+The parent imports torch and megatron once and forks, so a case starts in about half a second. Every case has
+a free port and a timeout; on timeout the stacks of all ranks are part of the failure. A rank that fails ends
+the case, and its own traceback is what the test shows. Ranks die with the parent: no process is left behind.
 The parent never computes gradients or communicates: threads do not survive a fork.
 """
 
@@ -62,7 +62,7 @@ def preload() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Megatron reads the source of its config classes for every parser; the children inherit what is read here.
+    # Megatron reads the source of its config classes for every parser; children inherit what is read here.
     inspect.getsource = functools.cache(inspect.getsource)
     from megatron.training.arguments import add_megatron_arguments
 

@@ -20,20 +20,26 @@ def main(argv: list[str]) -> int:
     """Run the tool; 0 on success, 2 on a user's error, 130 on Ctrl-C."""
     args = _parser().parse_args(argv)
     try:
-        _run(args)
+        report = _run(args)
     except DataError as error:
         print(f"megatron-ext data: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"megatron-ext data: error: {error}; nothing was published.", file=sys.stderr)
+        print(f"megatron-ext data: error: {error}; no new output was completed.", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nmegatron-ext data: interrupted; nothing was published.", file=sys.stderr)
+        print("\nmegatron-ext data: interrupted; no new output was completed.", file=sys.stderr)
         return 130
+    try:
+        print(report, flush=True)
+    except BrokenPipeError:
+        # `| head` has read enough. The interpreter would fail once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> str:
+    """Make the output, or find it made; returns the report."""
     if not os.path.basename(args.output):
         raise DataError(f"--output {args.output} is a folder; give the start of a name, {args.output}corpus.")
     if not (args.tokenizer_model or args.vocab_size):
@@ -47,8 +53,7 @@ def _run(args: argparse.Namespace) -> None:
     request = _request(args, sources)
     state, manifest = inspect(output, request)
     if state == "current" and not args.force:
-        print(f"{output.prefix} is up to date.")
-        return _report(output, manifest["result"])
+        return f"{output.prefix} is up to date.\n" + _report(output, manifest["result"])
     if state == "different" and not args.force:
         raise refuse(output, request, manifest)
     job = Job(
@@ -102,26 +107,30 @@ def _request(args: argparse.Namespace, sources: Sequence[Source]) -> dict[str, A
     }
 
 
-def _report(output: Output, result: dict[str, Any]) -> None:
+def _report(output: Output, result: dict[str, Any]) -> str:
     model = result["model"]
     if model == str(output.model.absolute()):
         model = str(output.model)
     tokens = result["tokens"]
     eod = "none appended" if result["eod"] is None else f"end of document {result['eod']}"
     size = format_bytes(result["bin_bytes"])
-    print(f"documents  {result['documents']}")
-    print(f"tokens     {tokens} ({result['text_bytes'] / max(1, tokens):.2f} bytes per token)")
-    print(f"tokenizer  {model} ({result['vocab_size']} pieces, {eod})")
-    print(f"dataset    {output.bin} ({size}), {output.idx}; manifest {output.manifest}")
-    for kind, count in result["left_out"].items():
-        print(f"left out   {kind}: {count}")
+    lines = [
+        f"documents  {result['documents']}",
+        f"tokens     {tokens} ({result['text_bytes'] / max(1, tokens):.2f} bytes per token)",
+        f"tokenizer  {model} ({result['vocab_size']} pieces, {eod})",
+        f"dataset    {output.bin} ({size}), {output.idx}; manifest {output.manifest}",
+        *(f"left out   {kind}: {count}" for kind, count in result["left_out"].items()),
+    ]
     if changed := result["documents_decoding_differently"]:
-        print(f"note       {changed} documents do not decode to exactly their text with this tokenizer")
-    print("Megatron flags:")
-    print(
+        lines.append(
+            f"note       {changed} documents do not decode to exactly their text with this tokenizer"
+        )
+    lines += [
+        "Megatron flags:",
         f"  --data-path {shlex.quote(output.dataset)} --tokenizer-type SentencePieceTokenizer "
-        f"--tokenizer-model {shlex.quote(model)}"
-    )
+        f"--tokenizer-model {shlex.quote(model)}",
+    ]
+    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:

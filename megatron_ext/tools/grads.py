@@ -44,8 +44,9 @@ def main(argv: list[str]) -> int:
     for name, difference, size in rows[:10]:
         print(f"{difference:10.3e} of {size:10.3e}  {name}")
     agree = worst <= args.tolerance * largest
+    share = worst / largest if largest else 0.0
     print(
-        f"{len(rows)} gradients; largest difference {worst:.3e} = {worst / largest if largest else 0.0:.3e} of the "
-        f"largest gradient {largest:.3e}; {'within' if agree else 'NOT within'} {args.tolerance:g}"
+        f"{len(rows)} gradients; largest difference {worst:.3e} = {share:.3e} of the largest "
+        f"gradient {largest:.3e}; {'within' if agree else 'NOT within'} {args.tolerance:g}"
     )
     return 0 if agree else 1

@@ -1,7 +1,7 @@
 """Stock Megatron on CPU by the bare minimum, without megatron_ext: the yardstick for "flag off is stock".
 
-A different mechanism from the launcher's on purpose (a function mode and plain assignments instead of declared
-patches), so that both being equal says something. `losses` collects (loss, grad norm) per step at full precision.
+A different mechanism from the launcher's on purpose (a function mode and plain assignments instead of
+declared patches), so that both being equal says something.
 """
 
 import contextlib
@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 FLAGS = (
     "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion "
-    "--no-bias-dropout-fusion --no-rope-fusion --attention-backend unfused --num-workers 0"
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+    "--attention-backend unfused --num-workers 0"
 ).split()
 
 

@@ -4,6 +4,7 @@ import functools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_several_problems_are_listed_once_by_rank_0(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size 3", "world"]),
+        (["--tensor-model-parallel-size", "3"], ["--tensor-model-parallel-size 3", "2 processes"]),
         (["--pipeline-model-parallel-size", "4"], ["--pipeline-model-parallel-size 4"]),
         (["--num-layers", "5", "--pipeline-model-parallel-size", "2"], ["--num-layers 5", "4 or 6"]),
         (["--global-batch-size", "7"], ["--global-batch-size 7"]),
@@ -122,16 +123,15 @@ def test_patch_target_gone():
     assert "nothing was patched and nothing runs" in text
 
 
-def test_replaced_body_changed():
+def test_replaced_body_changed(tmp_path):
     """A doctored upstream whose body differs from the reviewed one, under a patch that replaces it."""
 
     def change():
         import megatron.core.tensor_parallel.random as rng
 
-        def _get_cuda_rng_state(device="cuda", clone=False, graph_safe=False):
-            return None
-
-        rng._get_cuda_rng_state = _get_cuda_rng_state
+        doctored = Path(rng.__file__).read_text().replace("if not graph_safe:", "if graph_safe:")
+        (tmp_path / "random.py").write_text(doctored)
+        rng.__file__ = str(tmp_path / "random.py")
 
     text = refused(before=change)
     assert "_get_cuda_rng_state" in text
@@ -151,8 +151,8 @@ def doctored_megatron(folder, major: int, minor: int) -> None:
     for name in ("core", "training"):
         (folder / "megatron" / name).mkdir(parents=True)
         (folder / "megatron" / name / "__init__.py").write_text("")
-    info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 0\nPRE_RELEASE = ''\nVERSION = (MAJOR, MINOR, PATCH, PRE_RELEASE)\n"
-    info += f"__shortversion__ = '{major}.{minor}.0'\n__version__ = '{major}.{minor}.0'\n"
+    info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 0\nPRE_RELEASE = ''\n"
+    info += f"__version__ = '{major}.{minor}.0'\n"
     (folder / "megatron" / "core" / "package_info.py").write_text(info)
 
 

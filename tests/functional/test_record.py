@@ -47,7 +47,7 @@ def test_data_parallel_moves_every_gradient_once(tmp_path, flags, kinds):
         expected = numel * FP32 * share
         assert len(per_step) == 3
         for sent in per_step:
-            # Buckets are padded to a multiple of the group, and a few scalars (loss, token count) travel along.
+            # Buckets are padded to a multiple of the group; a few scalars (loss, token count) come on top.
             assert expected <= sent <= expected * 1.002 + 64, (kind, sent, expected)
 
 

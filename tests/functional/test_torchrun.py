@@ -30,7 +30,7 @@ def text_of(folder: Path) -> str:
 
 
 def test_run_with_gpu_packages_installed(tmp_path):
-    """Transformer Engine and Apex may be installed: `--cpu` hides them. These stand-ins fail when imported."""
+    """Transformer Engine and Apex may be installed: `--cpu` hides them (stand-ins that fail on import)."""
     stand_ins = tmp_path / "site"
     for name in ("transformer_engine", "apex", "flash_attn", "amp_C"):
         (stand_ins / name).mkdir(parents=True)

@@ -150,6 +150,24 @@ def test_up_to_date_output_is_recognised_and_another_is_refused(folder, capsys, 
     assert _out(folder) == before
 
 
+def test_a_reader_that_stops_early_is_no_error(folder):
+    assert _run(folder) == 0
+    code = "import sys; from megatron_ext.tools.data import main; sys.exit(main(sys.argv[1:]))"
+    prefix = folder.parent / "out" / "corpus"
+    arguments = ["--input", str(folder), "--output", str(prefix), "--vocab-size", str(VOCAB)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=Path(data_build.__file__).parents[2],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_damaged_output_is_not_up_to_date(folder, fails):
     assert _run(folder) == 0
     binary = folder.parent / "out" / "corpus_text_document.bin"
@@ -177,7 +195,7 @@ def test_interruption_leaves_nothing(folder, monkeypatch, capsys, moment):
 
     monkeypatch.setattr(data_dataset.DatasetWriter, moment, interrupt)
     assert _run(folder) == 130
-    assert "interrupted; nothing was published" in capsys.readouterr().err
+    assert "interrupted; no new output was completed" in capsys.readouterr().err
     assert _out(folder) == {}
 
 
@@ -189,7 +207,7 @@ def test_full_disk_is_an_error_without_traceback_and_keeps_the_old_output(folder
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(data_dataset.DatasetWriter, "add", full)
-    assert "No space left on device; nothing was published" in fails(folder, "--force")
+    assert "No space left on device; no new output was completed" in fails(folder, "--force")
     assert _out(folder) == before
 
 
