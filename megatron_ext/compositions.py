@@ -70,8 +70,7 @@ STOCK_OPTIONS: tuple[StockOption, ...] = (
     StockOption("mla", "multi-latent attention", _is_set("multi_latent_attention"), UNTESTED),
     StockOption("mtp", "multi-token prediction", _is_set("mtp_num_layers"), UNTESTED),
     StockOption("hybrid", "hybrid models", _is_set("hybrid_layer_pattern", "hybrid_override_pattern"), _TE),
-    StockOption(
-        "fsdp", "Megatron-FSDP, torch FSDP2", _is_set("use_megatron_fsdp", "use_torch_fsdp2"), "needs CUDA"
-    ),
+    StockOption("fsdp", "Megatron-FSDP", _is_set("use_megatron_fsdp"), WORKS),
+    StockOption("fsdp2", "torch FSDP2", _is_set("use_torch_fsdp2"), "needs CUDA"),
     StockOption("graphs", "CUDA graphs", _cuda_graphs, "needs CUDA"),
 )

@@ -307,6 +307,23 @@ def _cpu_set_rng_state(new_state, *args, **kwargs) -> None:
     torch.default_generator.set_state(new_state)
 
 
+def _keep_generator(original: Callable) -> Callable:
+    """A data loader draws a seed for its workers from the CPU's generator.
+
+    On a GPU that leaves CUDA's generator, from which dropout draws, alone. Here both are one, so the draw is
+    taken back: a resumed run, which builds its loaders after the checkpoint's state was set, would differ.
+    """
+    import functools
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        before = _cpu_rng_state()
+        original(*args, **kwargs)
+        _cpu_set_rng_state(before)
+
+    return wrapper
+
+
 _FACTORIES = (
     "empty empty_strided zeros ones full tensor as_tensor arange linspace rand randn randint randperm eye "
     "empty_like zeros_like ones_like full_like rand_like randn_like scalar_tensor tril_indices triu_indices"
@@ -371,6 +388,12 @@ def torch_patches() -> list[Patch]:
     out += [
         patch("torch.accelerator:is_available", _returns(False), "DataLoader asks for an accelerator"),
         patch("torch.accelerator:current_device_index", _returns(0), "DataLoader asks for an accelerator"),
+        patch(
+            "torch.utils.data.dataloader:_BaseDataLoaderIter.__init__",
+            _keep_generator,
+            "CUDA's generator must not see what draws from the CPU's",
+            "wrap",
+        ),
         patch("torch:Tensor.cuda", _self, "tensors stay on the CPU"),
         patch("torch:Tensor.pin_memory", _self, "pinning needs a driver"),
         patch("torch:Tensor.record_stream", _self, "CPU work is synchronous"),

@@ -125,18 +125,13 @@ def hybrid_model(args: Namespace, explicit: set[str]) -> str | None:
     )
 
 
-def fully_sharded(args: Namespace, explicit: set[str]) -> str | None:
-    """Fully sharded data parallelism addresses devices as `cuda:N`."""
-    on = {
-        "--use-megatron-fsdp": getattr(args, "use_megatron_fsdp", False),
-        "--use-torch-fsdp2": getattr(args, "use_torch_fsdp2", False),
-    }
-    flags = " and ".join(flag for flag, value in on.items() if value)
-    if not flags:
+def torch_fsdp2(args: Namespace, explicit: set[str]) -> str | None:
+    """Torch's FSDP2 moves parameters to the device type of its mesh, which stock sets to CUDA."""
+    if not getattr(args, "use_torch_fsdp2", False):
         return None
     return (
-        f"{flags} places parameters on CUDA devices, and --cpu is set. Use --use-distributed-optimizer to "
-        "shard the optimizer state instead."
+        "--use-torch-fsdp2 places parameters on CUDA devices, and --cpu is set. Use --use-megatron-fsdp, or "
+        "--use-distributed-optimizer to shard the optimizer state only."
     )
 
 
@@ -148,5 +143,5 @@ CPU_RULES: tuple[CpuRule, ...] = (
     context_parallel,
     weight_shards,
     hybrid_model,
-    fully_sharded,
+    torch_fsdp2,
 )

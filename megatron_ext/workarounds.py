@@ -19,6 +19,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
+from megatron_ext import workarounds_optimizer
 from megatron_ext.patching import Patch, pristine
 from megatron_ext.targets import resolve
 
@@ -26,6 +27,7 @@ FEATURE = "workaround"
 _COMPILE_HELPERS = "megatron.core.datasets.utils:compile_helpers"
 _ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
 _NUM_SAMPLES = "megatron.training.training:get_train_valid_test_num_samples"
+_DISTOPT = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _DATA_LOADERS = "megatron.training.training:build_train_valid_test_data_loaders"
 
 
@@ -212,6 +214,16 @@ WORKAROUNDS = (
         "training without --eval-interval fails when validation samples are counted",
         {_NUM_SAMPLES: _without_eval_interval, _DATA_LOADERS: _without_eval_interval},
         _needs_eval_interval,
+    ),
+    Workaround(
+        "distopt-load",
+        "the distributed optimizer on torch's Adam cannot load its checkpoints",
+        {
+            f"{_DISTOPT}.sharded_state_dict": workarounds_optimizer.state_before_load,
+            f"{_DISTOPT}._set_main_param_and_optimizer_states": workarounds_optimizer.set_all_but_step,
+            f"{_DISTOPT}.load_state_dict": workarounds_optimizer.own_step_per_parameter,
+        },
+        workarounds_optimizer.uses_torch_adam,
     ),
 )
 

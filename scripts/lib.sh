@@ -23,6 +23,7 @@ step() {
 
 fail_with_step() {
     local status=$?
+    [ "$BASH_SUBSHELL" -eq 0 ] || exit "$status" # what started the subshell reports it
     printf '\n%s: failed (exit %d) while: %s\n' \
         "${script_name:-megatron_ext}" "$status" "${current_step:-starting}" >&2
     exit "$status"

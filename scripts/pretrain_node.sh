@@ -23,7 +23,16 @@ if [ "$CPU" = 1 ]; then
     doctor_args=(--cpu)
 fi
 
-doctor() { exec "$PYTHON" -m megatron_ext doctor "${doctor_args[@]}"; }
+doctor() {
+    local report=$LOG_DIR/$node.doctor status=0
+    "$PYTHON" -m megatron_ext doctor "${doctor_args[@]}" >"$report" 2>&1 || status=$?
+    if [ "$status" -eq 0 ]; then
+        say "node $node is healthy ($report)"
+    else
+        cat "$report"
+    fi
+    exit "$status"
+}
 
 train() {
     local config=$1 nproc=${NPROC_PER_NODE:-}

@@ -20,7 +20,7 @@ python="$(venv_dir)/bin/python"
 cd "$root"
 out=runs/quickstart
 # Named by the Python whose sources it holds, so that a newer Python makes its own.
-data=$out/data/stdlib-$("$python" -c 'import platform; print(platform.python_version())')
+data=$out/data/stdlib-$("$python" -c 'import sys; print(sys.version.split()[0])')
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTHONUNBUFFERED=1
 
@@ -31,12 +31,13 @@ step "preparing data from the Python standard library's sources"
     --exclude site-packages test tests idlelib lib2to3 --output "$data" --vocab-size 4096
 
 # The rest is made anew: a run record must hold one run, and the seed must fit the model of today.
+mkdir -p "$out"
 rm -rf "$out/seed" "$out/pp1" "$out/pp2" "$out/compare"
 
 # What a reader wants to see of a job while it runs; all of it is in its log.
 progress() {
-    sed -unE -e '/^\[megatron_ext\] (patched|workaround)/d' -e '/^\[megatron_ext\]/p' -e '/successfully (saved|loaded)/p' \
-        -e 's/.* iteration +([0-9]+)\/ *([0-9]+) .*per iteration \(ms\): ([0-9]+).* lm loss: ([^ ]+) .*/  step \1 of \2   loss \4   \3 ms/p'
+    sed -unE -e '/^\[megatron_ext\] (patched|workaround)/d' -e '/^\[megatron_ext\]/p' \
+        -e '/successfully (saved|loaded)/p' -e 's/.* iteration +([0-9]+)\/ *([0-9]+) .*per iteration \(ms\): ([0-9]+).* lm loss: ([^ ]+) .*/  step \1 of \2   loss \4   \3 ms/p'
 }
 
 # train NAME PROCESSES ARGS...: one job through the launcher, as a user would start it, logged to NAME.log.
@@ -52,6 +53,7 @@ train() {
         die "the job failed while: $current_step" "The end of its output is above, all of it is in $log."
     }
 }
+
 # A run of its own optimizer and step count that starts from the weights in the seed.
 from_seed=(--load "$out/seed" --finetune --no-load-optim --no-load-rng)
 

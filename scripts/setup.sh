@@ -99,20 +99,12 @@ install_packages() {
     beat=$!
     # shellcheck disable=SC2064  # the process number is wanted as it is now
     trap "kill $beat 2>/dev/null || true" EXIT
-    "$venv/bin/python" -m pip install --no-compile --constraint "$root/constraints.txt" --editable "${root}[dev]" \
-        9>&- || status=$?
+    "$venv/bin/python" -m pip install --constraint "$root/constraints.txt" --editable "${root}[dev]" 9>&- || status=$?
     kill "$beat" 2>/dev/null || true
     wait "$beat" || true
     trap - EXIT
     [ "$status" -eq 0 ] || die "pip could not install the packages; its message is above." \
         "Behind a proxy or a private index set PIP_PROXY, PIP_INDEX_URL or PIP_CERT, then run the same command again."
-}
-
-# pip would do this on one core; the first import would do it for its part, but not where bytecode is not written.
-compile_packages() {
-    step "compiling the packages to bytecode"
-    # Its exit code tells of files that are no Python 3 (templates, test data), which pip ignores, too.
-    "$venv/bin/python" -m compileall -q -q -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 }
 
 [ "$(uname -s)" = Linux ] || die "megatron-core and torch with gloo are supported on Linux only; this is $(uname -s)." \
@@ -139,7 +131,6 @@ if is_ours && must_be_made; then
 fi
 rm -f "$stamp"
 install_packages
-compile_packages
 fingerprint >"$stamp.new"
 mv "$stamp.new" "$stamp"
 say "done: $venv"

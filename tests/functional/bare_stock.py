@@ -104,6 +104,14 @@ def _fake_cuda() -> None:
         module.set_rng_state = lambda state, *a, **k: torch.default_generator.set_state(state)
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor"):
         setattr(cuda, name, getattr(torch, name))
+    loader = torch.utils.data.dataloader._BaseDataLoaderIter
+    stock_init = loader.__init__
+
+    def init(self, *args, **kwargs):  # as on a GPU, seeding loaders leaves dropout's generator alone
+        with torch.random.fork_rng(devices=[]):
+            stock_init(self, *args, **kwargs)
+
+    loader.__init__ = init
     torch.accelerator.is_available = lambda: False
     torch.accelerator.current_device_index = lambda: 0
     for cls, names in ((torch.Tensor, ("cuda", "pin_memory")), (torch.nn.Module, ("cuda",))):

@@ -36,7 +36,7 @@ def refused(*extra: str, world: int = 1, launcher: tuple = ("--cpu",), script=SC
 def test_unknown_flag_names_the_nearest():
     text = refused("--pipeline-model-paralel-size", "2")
     assert "--pipeline-model-paralel-size is not an option" in text
-    assert "did you mean --pipeline-model-parallel-size?" in text
+    assert "did you mean --pipeline-model-parallel-size" in text
 
 
 def test_several_problems_are_listed_once_by_rank_0(tmp_path):

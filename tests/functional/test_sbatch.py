@@ -5,8 +5,10 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +38,7 @@ class Cluster:
         self.recorder = folder / "recording-python"
         self.recorder.write_text(RECORDER.format(python=sys.executable))
         self.recorder.chmod(0o755)
+        self.jobs: list[subprocess.Popen] = []
 
     def environment(self, **settings: str) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER_", "CUDA_"))}
@@ -50,16 +53,27 @@ class Cluster:
 
     def start(self, *args: str, sbatch=("--nodes=2",), cwd: Path = ROOT, **settings: str) -> subprocess.Popen:
         output = f"--output={self.folder}/%x-%j.out"
-        return subprocess.Popen(
+        job = subprocess.Popen(
             ["sbatch", "--wait", output, *sbatch, ROOT / SCRIPT, *args],
             cwd=cwd,
             env=self.environment(**settings),
             stdin=subprocess.DEVNULL,
         )
+        self.jobs.append(job)
+        return job
 
     def submit(self, *args: str, **options) -> int:
         """The job's exit code."""
         return self.start(*args, **options).wait(timeout=170)
+
+    def kill(self) -> None:
+        """End what a failed test left running, with everything below it."""
+        for job in self.jobs:
+            if job.poll() is None:
+                job_process = psutil.Process(job.pid)
+                for process in [*job_process.children(recursive=True), job_process]:
+                    process.kill()
+                job.wait()
 
     def output(self) -> str:
         """What the newest job printed."""
@@ -79,8 +93,10 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path) -> Cluster:
-    return Cluster(tmp_path)
+def cluster(tmp_path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.kill()
 
 
 def value_of(words: list[str], flag: str) -> str:
@@ -98,6 +114,7 @@ def test_every_node_is_checked_then_runs_one_torchrun(cluster):
     for node, (words, environment) in enumerate(doctors, start=1):
         assert words == ["-m", "megatron_ext", "doctor", "--require-gpu"]
         assert environment["SLURMD_NODENAME"] == f"127.0.0.{node}"
+        assert f"node 127.0.0.{node} is healthy" in cluster.output()
     assert len(trainings) == 2
     for node, (words, environment) in enumerate(trainings, start=1):
         assert words[:2] == ["-m", "torch.distributed.run"]
@@ -157,6 +174,8 @@ def test_without_a_count_of_gpus_torchrun_counts_them(cluster):
 def test_unhealthy_node_stops_the_job_before_training(cluster):
     assert cluster.submit(CONFIG, PYTHON=str(cluster.recorder), DOCTOR_EXIT="1") == 1
     assert all("doctor" in words for words, _ in cluster.calls())
+    assert "0: hello from 127.0.0.1" in cluster.output(), "the report of an unhealthy node is shown"
+    assert "1: hello from 127.0.0.2" in cluster.output(), "and each node's, not only the first to fail"
     assert "a node is not healthy, so nothing was started" in cluster.output()
 
 
@@ -192,6 +211,7 @@ def test_missing_python_is_named(cluster):
 # ---- a real training
 
 
+@pytest.mark.full
 def test_two_nodes_train_stop_on_the_signal_and_resume(cluster):
     """Two nodes of one rank (PP=2) train, Slurm's warning makes them save, the same line goes on from it."""
     arguments = [CONFIG, "--mock-data", "--pipeline-model-parallel-size", "2", "--train-iters", "100000"]

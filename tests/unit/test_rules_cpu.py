@@ -65,17 +65,11 @@ def test_hybrid_model():
     assert cpu_problems(gpt(hybrid_layer_pattern="M*-", spec=["mine", "spec"]), set()) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "flags"),
-    [
-        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp places"),
-        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2 places"),
-    ],
-)
-def test_fully_sharded(changes, flags):
-    text = only(**changes)
-    assert text.startswith(flags)
-    assert "Use --use-distributed-optimizer" in text
+def test_torch_fsdp2():
+    text = only(use_torch_fsdp2=True)
+    assert text.startswith("--use-torch-fsdp2 places parameters on CUDA devices")
+    assert "Use --use-megatron-fsdp" in text
+    assert cpu_problems(gpt(use_megatron_fsdp=True), set()) == []
 
 
 ON = {"moe_token_dispatcher_type": "flex", "cuda_graph_impl": "local", "cpu_offloading_num_layers": 2}
@@ -118,6 +112,7 @@ SWITCH = {
     "mtp": {"mtp_num_layers": 1},
     "hybrid": {"hybrid_layer_pattern": "M*-"},
     "fsdp": {"use_megatron_fsdp": True},
+    "fsdp2": {"use_torch_fsdp2": True},
     "graphs": {"cuda_graph_impl": "local"},
 }
 

@@ -1,21 +1,28 @@
-"""scripts/setup.sh and scripts/test.sh, run for real in a small copy of the checkout with stand-in Pythons.
+"""scripts/setup.sh, test.sh and quickstart.sh, run in a small copy of the checkout with stand-in Pythons.
 
 The stand-ins answer the probe of scripts/lib.sh by running it in this Python with a doctored version or a
 module taken away; `-m venv` copies the stand-in, and `-m pip` only writes down that it was called.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), *ROOT.glob("scripts/*.sbatch"), ROOT / ".ci" / "run"])
-TOOLS = "awk bash cat cp cut dirname du env find flock grep head mkdir mv rm sha256sum sleep sort"
+TOOLS = (
+    "awk bash cat cp cut dirname du env find flock grep head mkdir mv rm sed sha256sum sleep sort tail tee"
+)
 SHELLCHECK = shutil.which("shellcheck")
 
 STAND_IN = """#!{bash}
@@ -24,7 +31,7 @@ if [ "$1" = -c ]; then exec {real} -c 'import sys; {doctored}
 case "$2" in
     venv) echo venv >>"$CALLS"; mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
     pip) echo "pip $*" >>"$CALLS"; sleep "${{PIP_SECONDS:-0}}"; exit "${{PIP_EXIT:-0}}" ;;
-    *) echo "$*" >>"$CALLS"; exit "${{TOOL_EXIT:-0}}" ;;
+    *) echo "$*" >>"$CALLS"; echo "output of $*"; [[ "$*" != *"${{FAIL_ON:-nothing}}"* ]] || exit 5 ;;
 esac
 """
 
@@ -43,7 +50,7 @@ class Machine:
             (self.bin / tool).symlink_to(shutil.which(tool))
         self.tool("uname", "echo Linux")
         self.tool("df", "echo; echo disk 99999 1 99998 1% /")
-        for name in ("setup.sh", "lib.sh", "test.sh"):
+        for name in ("setup.sh", "lib.sh", "test.sh", "quickstart.sh"):
             shutil.copy(ROOT / "scripts" / name, self.checkout / "scripts" / name)
         for name in ("pyproject.toml", "setup.py", "constraints.txt"):
             shutil.copy(ROOT / name, self.checkout / name)
@@ -331,9 +338,72 @@ def test_test_script_full(machine):
 def test_test_script_fails_when_a_tool_does(machine):
     machine.python("python3.12")
     machine.setup()
-    done = machine.run("test.sh", TOOL_EXIT="5")
+    done = machine.run("test.sh", FAIL_ON="ruff format")
     assert done.returncode == 5
-    assert "while: ruff check" in done.stderr
+    assert "while: ruff format" in done.stderr
+    assert machine.run("test.sh", FAIL_ON="pytest").returncode == 5, "as pytest exits when it ran no test"
+
+
+# ---- scripts/quickstart.sh on top of it
+
+
+def jobs(machine) -> list[str]:
+    """What quickstart.sh started after the setup, each as one line."""
+    return [line for line in machine.calls_file.read_text().splitlines() if line.startswith("-m")]
+
+
+def test_quickstart_starts_both_runs_from_one_seed(machine):
+    machine.python("python3.12")
+    done = machine.run("quickstart.sh")
+    assert done.returncode == 0, done.stdout + done.stderr
+    data, seed, one, two, compare = jobs(machine)
+    assert data.startswith("-m megatron_ext data --input ")
+    prefix = re.search(r"--output (\S+)", data)[1]
+    for job in (seed, one, two):
+        assert f"--data-path {prefix}_text_document " in job
+        assert f"--tokenizer-model {prefix}.model " in job
+    assert "--iterations-to-skip 1 --save runs/quickstart/seed " in seed
+    load = "--load runs/quickstart/seed --finetune --no-load-optim --no-load-rng "
+    assert "--nproc-per-node 1 " in one
+    assert one.endswith(f"{load}--ext-report runs/quickstart/pp1")
+    assert "--nproc-per-node 2 " in two
+    assert two.endswith(f"{load}--pipeline-model-parallel-size 2 --ext-report runs/quickstart/pp2")
+    assert compare.startswith("-m megatron_ext compare runs/quickstart/pp1 runs/quickstart/pp2 --output ")
+
+
+def test_quickstart_shows_the_end_of_a_failed_job(machine):
+    machine.python("python3.12")
+    done = machine.run("quickstart.sh", FAIL_ON="--ext-report runs/quickstart/pp1")
+    assert done.returncode == 1
+    assert "output of -m torch.distributed.run" in done.stderr
+    assert "the job failed while: training in one process" in done.stderr
+    assert "runs/quickstart/pp1.log" in done.stderr
+    assert len(jobs(machine)) == 3, "nothing is started after it"
+
+
+def test_quickstart_names_the_step_that_failed(machine):
+    machine.python("python3.12")
+    done = machine.run("quickstart.sh", FAIL_ON="megatron_ext data")
+    assert done.returncode == 5
+    assert "while: preparing data from the Python standard library's sources" in done.stderr
+    refused = machine.run("quickstart.sh", "--fast")
+    assert refused.returncode == 1
+    assert "takes no arguments" in refused.stderr
+
+
+# ---- constraints.txt
+
+
+def test_constraints_pin_every_direct_dependency_as_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = dict(line.split("==") for line in lines)
+    assert {canonicalize_name(name) for name in pins} == {canonicalize_name(need.name) for need in wanted}
+    for need in wanted:
+        assert need.specifier.contains(pins[need.name]), need
+        if need.name != "build":  # used by no code of ours; the rest is what these tests run on
+            assert metadata.version(need.name).partition("+")[0] == pins[need.name]
 
 
 # ---- all scripts
