@@ -126,9 +126,8 @@ def assemble(folder: str | Path, step: int = 1) -> dict[str, Any]:
         raise ValueError(f"{target} holds no gradient dump; run with --ext-dump-grads {folder}.")
     loaded = [torch.load(file, weights_only=True) for file in files]
     if len(files) != loaded[0]["world_size"]:
-        raise ValueError(
-            f"{target} holds {len(files)} ranks' files of {loaded[0]['world_size']}: incomplete."
-        )
+        ranks = loaded[0]["world_size"]
+        raise ValueError(f"{target} holds the files of {len(files)} of {ranks} ranks: it is not complete.")
     tensors: dict[str, Any] = {}
     covered: dict[str, Any] = {}
     for shard in (shard for file in loaded for shard in file["shards"]):

@@ -1,9 +1,9 @@
 """The distributed optimizer on torch's Adam (no Apex, no Transformer Engine) cannot load its checkpoints.
 
 Torch keeps a `step` tensor per parameter, Apex and Transformer Engine one number per group. Stock 0.19 reads
-the steps of an optimizer that has no state yet (and fails), gives all parameters the *same* step tensor (which
-Adam then advances once per parameter), looks for a step among the loaded tensors (which have none, or that of
-the fresh optimizer), and copies into parameters without `no_grad`. Each is put right here; the values are
+the steps of an optimizer that has no state yet (and fails), gives all parameters the *same* step tensor (so
+Adam advances it once per parameter), looks for a step among the loaded tensors (which have none, or that of
+the fresh optimizer), and copies into parameters without `no_grad`. Each is put right; the values are
 those of the checkpoint.
 """
 
