@@ -161,7 +161,7 @@ class Launcher:
     def _patches(self, on: list) -> list[Patch]:
         from megatron_ext import checks, grads, groups, record
 
-        out = list(compat.workarounds_present())
+        out = list(compat.workarounds_present(self.args))
         if self.options.cpu:
             out += cpu.megatron_patches()
         out += argument_patches(self)

@@ -13,7 +13,7 @@ import shlex
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -40,6 +40,8 @@ class Workaround:
     makes: dict[str, Callable[[Any], Any]]
     """target -> maker of the wrap"""
     present: Callable[[], bool]
+    only_with: tuple[str, ...] = ()
+    """Script arguments without which the defect cannot show; empty: it always can."""
 
     @property
     def patches(self) -> list[Patch]:
@@ -208,6 +210,7 @@ WORKAROUNDS = (
         "--help fails on a bare % in a help text",
         {_ADD_ARGUMENTS: _escape_help},
         _has_bad_help,
+        only_with=("-h", "--help"),
     ),
     Workaround(
         "eval-interval",
@@ -233,6 +236,10 @@ def workarounds_catalogue() -> list[Patch]:
     return [patch for workaround in WORKAROUNDS for patch in workaround.patches]
 
 
-def workarounds_present() -> list[Patch]:
-    """Patches of the defects that the installed copy has; imports megatron.training."""
-    return [patch for workaround in WORKAROUNDS if workaround.present() for patch in workaround.patches]
+def workarounds_present(argv: Sequence[str] | None = None) -> list[Patch]:
+    """Patches of the defects that the installed copy has; imports megatron.training.
+
+    With the arguments of the script, only of those that can show in this run (looking for some costs time).
+    """
+    possible = [w for w in WORKAROUNDS if argv is None or not w.only_with or set(w.only_with) & set(argv)]
+    return [patch for workaround in possible if workaround.present() for patch in workaround.patches]

@@ -14,8 +14,10 @@ from typing import Any
 
 def uses_torch_adam() -> bool:
     """Whether stock's distributed optimizer runs on torch's own Adam in this process."""
-    from megatron.core.optimizer import distrib_optimizer
-
+    try:
+        from megatron.core.optimizer import distrib_optimizer
+    except ModuleNotFoundError:
+        return False
     return not distrib_optimizer.HAVE_APEX_OR_TE
 
 
