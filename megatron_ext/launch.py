@@ -199,6 +199,7 @@ class Launcher:
         config.add_arguments(parser, features.configs())
         if self.options.cpu:
             shown = cpu.set_defaults(parser)
+        if self.options.cpu and self._parser is None:  # stock builds its parser more than once
             self.log("--cpu: set by the launcher unless given: " + " ".join(dict.fromkeys(shown)))
         self._parser = parser
         parse_errors.guard_enum_choices(parser)

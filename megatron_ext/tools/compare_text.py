@@ -55,8 +55,8 @@ def traffic_words(key: TrafficKey) -> str:
 
 
 def traffic_keys(comparison: Comparison) -> list[TrafficKey]:
-    """Every (feature, kind, group) of any run, stock first."""
-    keys = {key for of in comparison.figures for key in of.traffic}
+    """Every (feature, kind, group) that sent bytes in any run, stock first."""
+    keys = {key for of in comparison.figures for key in of.traffic if of.bytes_per_step(key)}
     return sorted(keys, key=lambda key: (key[0] != "stock", key))
 
 
