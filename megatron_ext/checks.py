@@ -65,15 +65,21 @@ def _compare(params: list[tuple[str, Any]], group: Any, axis: str, step: int) ->
     )
 
 
-def _checksum(param: Any) -> Any:
-    """Two 64-bit sums of the bit patterns, the second weighted by position: int64 `[2]`."""
+def _checksum(param: Any, chunk: int = 1 << 24) -> Any:
+    """Two 64-bit sums of the bit patterns, the second weighted by position: int64 `[2]`.
+
+    Works through `chunk` elements at a time, since 64-bit copies of a large embedding would not fit on a GPU.
+    """
     import torch
 
     flat = param.detach().contiguous().view(-1)
     bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
-    bits = bits.to(torch.int64)
-    place = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return torch.stack([bits.sum(), (bits * place).sum()])
+    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for begin in range(0, bits.numel(), chunk):
+        part = bits[begin : begin + chunk].to(torch.int64)
+        place = torch.arange(begin + 1, begin + 1 + part.numel(), device=bits.device)
+        total += torch.stack([part.sum(), (part * place).sum()])
+    return total
 
 
 def patches(names: Iterable[str]) -> list[Patch]:

@@ -71,7 +71,7 @@ def hide_gpu_packages() -> list[str]:
 
 
 def set_environment() -> None:
-    """Environment that CPU runs need; values the user set stay."""
+    """Environment that CPU runs need before torch is imported; values the user set stay."""
     # torch.compile would build C++ kernels at the first step; Megatron uses it only to fuse on GPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 

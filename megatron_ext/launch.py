@@ -201,6 +201,9 @@ class Launcher:
             shown = cpu.set_defaults(parser)
         if self.options.cpu and self._parser is None:  # stock builds its parser more than once
             self.log("--cpu: set by the launcher unless given: " + " ".join(dict.fromkeys(shown)))
+            self.log(
+                "--cpu: and in the environment unless set: TORCHDYNAMO_DISABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1"
+            )
         self._parser = parser
         parse_errors.guard_enum_choices(parser)
         parser.error = lambda message: problems.refuse([parse_errors.unknown_flag_error(parser, message)])

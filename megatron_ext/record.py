@@ -35,17 +35,11 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def memory_kind() -> str:
-    """What `peak_memory_bytes` counts on this device."""
+def on_gpu() -> bool:
+    """Whether torch's CUDA is the real one; under `--cpu` it has no compute capability."""
     import torch
 
-    return "allocated on the GPU" if torch.cuda.is_initialized() and _real_cuda() else "resident above start"
-
-
-def _real_cuda() -> bool:
-    import torch
-
-    return torch.cuda.get_device_properties(0).major > 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).major > 0
 
 
 class RunRecord:
@@ -64,6 +58,7 @@ class RunRecord:
         self._counting = traffic.count_stock()
         self._fd: int | None = None  # opened at the first line, once the arguments are known to be good
         self._base_rss = _rss_bytes()
+        self._on_gpu = False
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line in a single system call."""
@@ -82,6 +77,7 @@ class RunRecord:
         from megatron_ext import compat, groups
 
         args = get_args()
+        self._on_gpu = on_gpu()
         self.write(
             "start",
             schema=SCHEMA,
@@ -97,8 +93,8 @@ class RunRecord:
                 "python": platform.python_version(),
             },
             paths={name: _path_of(name) for name in ("megatron.core", "megatron.training")},
-            device=torch.cuda.get_device_name().lower() if not _real_cuda() else torch.cuda.get_device_name(),
-            memory=memory_kind(),
+            device=torch.cuda.get_device_name() if self._on_gpu else "cpu",
+            memory="allocated on the GPU" if self._on_gpu else "resident, above the launcher's imports",
             layout={
                 "tp": args.tensor_model_parallel_size,
                 "pp": args.pipeline_model_parallel_size,
@@ -154,7 +150,7 @@ class RunRecord:
     def _peak_memory(self) -> int:
         import torch
 
-        if _real_cuda():
+        if self._on_gpu:
             return torch.cuda.max_memory_allocated()
         return max(0, _peak_rss_bytes() - self._base_rss)
 
