@@ -4,32 +4,26 @@
 
 It follows Megatron's own conventions (`forward_step` returns output and a partial loss function that reports
 the summed loss and the token count), so anything that works with it works with upstream's script, too.
+
+Imports stand in the functions: to save a checkpoint, Megatron spawns a process per rank that imports this file
+anew, and would otherwise load all of torch and Megatron for nothing.
 """
 
 from functools import partial
 
-import torch
-from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
-from megatron.training import get_args, get_timers, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
-from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
-
 BATCH_KEYS = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
 
 
-def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | None]:
-    """Next microbatch on this rank: tokens, position_ids, labels, loss_mask `[b, s]`.
+def get_batch(data_iterator, vp_stage):
+    """Next microbatch on this rank: tokens, position_ids, labels, loss_mask `[b, s]`, by name.
 
     Every tensor-parallel rank reads the same samples itself, so nothing is broadcast; stages in the middle of
     the pipeline read nothing.
     """
+    from megatron.core import mpu
+    from megatron.core.utils import get_batch_on_this_cp_rank
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(BATCH_KEYS)
     batch = next(data_iterator)
@@ -37,8 +31,12 @@ def get_batch(data_iterator, vp_stage: int | None) -> dict[str, torch.Tensor | N
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
 
 
-def loss_func(loss_mask: torch.Tensor, per_token_loss: torch.Tensor):
+def loss_func(loss_mask, per_token_loss):
     """Summed loss of this microbatch, its token count, and both as what is logged."""
+    import torch
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import get_args
+
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(per_token_loss.reshape(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int)
@@ -58,6 +56,9 @@ def loss_func(loss_mask: torch.Tensor, per_token_loss: torch.Tensor):
 
 def forward_step(data_iterator, model):
     """One forward pass of a microbatch; returns the model's output and the loss function for it."""
+    from megatron.core.utils import get_attr_wrapped_model
+    from megatron.training import get_timers
+
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -72,8 +73,14 @@ def forward_step(data_iterator, model):
     return output, partial(loss_func, batch["loss_mask"])
 
 
-def datasets_provider(num_samples, vp_stage: int | None = None):
+def datasets_provider(num_samples, vp_stage=None):
     """Train, validation and test datasets for `num_samples` = (train, valid, test)."""
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training import get_args, print_rank_0
+    from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -99,8 +106,13 @@ def datasets_provider(num_samples, vp_stage: int | None = None):
     return datasets
 
 
-def main() -> None:
+def main():
     """Parse Megatron's arguments and train."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
     datasets_provider.is_distributed = True
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))

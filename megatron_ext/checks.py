@@ -20,8 +20,9 @@ class ReplicaError(RuntimeError):
 def check_replicas(model_chunks: Iterable[Any], step: int) -> int:
     """Compare replicated parameters bit for bit and return how many were compared on this rank.
 
-    All dense parameters must agree over the data-parallel (x context-parallel) group, and those that tensor
-    parallelism does not split (norms, biases after a row-parallel linear) over the tensor-parallel group.
+    Dense parameters must agree over the data-parallel (x context-parallel) group, experts over theirs; those
+    that tensor parallelism does not split (norms, biases after a row-parallel linear) over the
+    tensor-parallel group; tied embeddings between the first and the last pipeline stage.
 
     Raises:
         ReplicaError: names the parameter, the step and the ranks that differ from the first one.
@@ -29,17 +30,24 @@ def check_replicas(model_chunks: Iterable[Any], step: int) -> int:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
-    data_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
+    named = [item for chunk in model_chunks for item in unwrap_model(chunk).named_parameters()]
+    dense = [(name, p) for name, p in named if getattr(p, "allreduce", True)]
+    experts = [(name, p) for name, p in named if not getattr(p, "allreduce", True)]
+    whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
+    tied = [(name, p) for name, p in dense if getattr(p, "shared_embedding", False)]
+    checked = [
+        (dense, parallel_state.get_data_parallel_group(with_context_parallel=True), "data-parallel"),
+        (whole, parallel_state.get_tensor_model_parallel_group(), "tensor-parallel"),
+    ]
+    if experts:
+        checked.append((experts, parallel_state.get_expert_data_parallel_group(), "expert-data-parallel"))
+    if tied and parallel_state.is_rank_in_embedding_group():
+        checked.append((tied, parallel_state.get_embedding_group(), "embedding"))
     compared = 0
-    for chunk in model_chunks:
-        named = list(unwrap_model(chunk).named_parameters())
-        dense = [(name, p) for name, p in named if getattr(p, "allreduce", True)]
-        whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
-        for params, group, axis in ((dense, data_group, "data"), (whole, tensor_group, "tensor")):
-            if group.size() > 1 and params:
-                _compare(params, group, axis, step)
-                compared += len(params)
+    for params, group, axis in checked:
+        if group.size() > 1 and params:
+            _compare(params, group, axis, step)
+            compared += len(params)
     return compared
 
 
@@ -60,7 +68,7 @@ def _compare(params: list[tuple[str, Any]], group: Any, axis: str, step: int) ->
         if different[:, column].any()
     ]
     raise ReplicaError(
-        f"--ext-check replicas, step {step}: parameters differ within the {axis}-parallel group {ranks} "
+        f"--ext-check replicas, step {step}: parameters differ within the {axis} group {ranks} "
         f"(reference: rank {ranks[0]}):\n" + "\n".join(lines[:20])
     )
 

@@ -31,7 +31,7 @@ __all__ = [
 MEGATRON_WINDOW = SpecifierSet(">=0.19.0,<0.20")
 MEGATRON_INSTALL = "megatron-core>=0.19.2,<0.20"
 TORCH_WINDOW = SpecifierSet(">=2.11")
-PYTHON_WINDOW = SpecifierSet(">=3.12")
+PYTHON_WINDOW = SpecifierSet(">=3.12,<3.14")  # those that megatron-core has a wheel for
 
 
 def _origin(module: str) -> Path | None:
@@ -92,7 +92,7 @@ def version_problems() -> dict[str, str]:
     if not PYTHON_WINDOW.contains(python_version()):
         problems["python"] = (
             f"Python is {python_version()} ({sys.executable}), but megatron_ext needs {PYTHON_WINDOW}. "
-            "Make a virtual environment with a newer one."
+            "Make a virtual environment with Python 3.12 or 3.13."
         )
     torch, pip = torch_version(), f"{sys.executable} -m pip install"
     if torch is None:

@@ -60,11 +60,6 @@ class RunConfig:
     """Step whose gradients are dumped, counted from 1."""
 
 
-def check_names(namespace: Namespace) -> list[str]:
-    """Names of the self-checks asked for."""
-    return list(namespace.ext_check)
-
-
 def add_arguments(parser: ArgumentParser, configs: Iterable[type]) -> ArgumentParser:
     """Add every field of the config dataclasses to Megatron's parser; imports megatron."""
     from megatron.training.argument_utils import ArgumentGroupFactory

@@ -78,11 +78,6 @@ class ConfigFile:
         return problems
 
 
-def read(path: str, environ: Mapping[str, str] = ENVIRON) -> list[str]:
-    """The arguments in the file, as command-line words. Raises UserError with every problem found."""
-    return load(path, environ).argv
-
-
 def load(path: str, environ: Mapping[str, str] = ENVIRON) -> ConfigFile:
     """Read a file and what it includes. Raises UserError with every problem found."""
     reader = _Reader(environ)

@@ -110,11 +110,6 @@ def prepare_args(args) -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def refuse_gpu_only(argv: list[str]) -> list[str]:
-    """Problems that make no sense under `--cpu`, found in the raw arguments (more are rules)."""
-    return ["--cpu was given twice."] if "--cpu" in argv else []
-
-
 # --- stand-ins ---------------------------------------------------------------------------------------------
 
 

@@ -14,10 +14,27 @@ from megatron_ext.compositions import STOCK_OPTIONS, UNTESTED, WORKS
 from megatron_ext.config import RunConfig
 
 if TYPE_CHECKING:
+    from megatron_ext.groups import GroupRegistry
     from megatron_ext.patching import Patch
 
 Rule = Callable[[Namespace], str | None]
-RankLists = Mapping[str, list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group that a feature asks for: the rank lists of all its instances (layout.py makes them)."""
+
+    rank_lists: Sequence[tuple[int, ...]]
+    communicator: str = ""
+    """Name of a communicator of its own, for collectives that overlap with others; "" may share one."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a feature's patches get: its flags, and the registry that holds its groups once they exist."""
+
+    flags: Namespace
+    groups: "GroupRegistry"
 
 
 @dataclass(frozen=True)
@@ -37,10 +54,10 @@ class Feature:
     """Stock options that `enabled` reads too, as a list of strings or None."""
     rules: tuple[Rule, ...] = ()
     """What must hold when it is on, see rules.py."""
-    patches: Callable[[], "list[Patch]"] = list
+    patches: Callable[[Context], "list[Patch]"] = lambda context: []
     """What it changes in Megatron, see patching.py."""
-    groups: Callable[[Namespace], RankLists] = lambda args: {}
-    """Its process groups: name -> rank lists, from the arguments (pure; made by groups.py)."""
+    groups: Callable[[Namespace], Mapping[str, Group]] = lambda args: {}
+    """Its process groups by name, from Megatron's validated arguments; pure. The launcher makes them."""
     checks: tuple[str, ...] = ()
     """Names of --ext-check that it implements."""
     conflicts: Mapping[str, str] = field(default_factory=dict)
@@ -136,14 +153,15 @@ def _checks_not_offered(args: Namespace, on: Sequence[Feature]) -> list[str]:
 
 def patch_catalogue(table: Sequence[Feature] = FEATURES) -> "list[Patch]":
     """Every patch that any switch can install: what `megatron-ext lock` writes down. Imports megatron."""
-    from megatron_ext import compat, cpu, groups, launch, record
+    from megatron_ext import compat, config, cpu, groups, launch, record
 
+    context = Context(config.preparse([], configs(table), stock_flags(table)), groups.GroupRegistry())
     parts: Iterable[list[Patch]] = (
         compat.workarounds_catalogue(),
         cpu.catalogue(),
         launch.catalogue(),
         record.catalogue(),
         groups.catalogue(),
-        *(f.patches() for f in table),
+        *(f.patches(context) for f in table),
     )
     return [patch for part in parts for patch in part]

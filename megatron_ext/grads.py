@@ -8,6 +8,8 @@ Gradients are those that the optimizer will use (fp32 as a rule), with the loss 
 
 import dataclasses
 import functools
+import os
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,22 @@ def dump(model_chunks: list, optimizer: Any, folder: str | Path, step: int) -> P
     target = step_folder(folder, step)
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"rank-{torch.distributed.get_rank():04d}.pt"
-    torch.save({"world_size": torch.distributed.get_world_size(), "shards": shards}, path)
+    content = {"world_size": torch.distributed.get_world_size(), "dump": _common_id(), "shards": shards}
+    torch.save(content, path.with_suffix(".tmp"))
+    os.replace(path.with_suffix(".tmp"), path)
     return path
+
+
+def _common_id() -> str:
+    """An id of this dump, the same on all ranks: files of different dumps do not go together."""
+    import torch
+
+    from megatron_ext import traffic
+
+    ids = [uuid.uuid4().hex]
+    with traffic.label("grads"):
+        torch.distributed.broadcast_object_list(ids, src=0)
+    return ids[0]
 
 
 def full_gradients(chunk: Any) -> dict[Any, Any]:
@@ -128,6 +144,8 @@ def assemble(folder: str | Path, step: int = 1) -> dict[str, Any]:
     if len(files) != loaded[0]["world_size"]:
         ranks = loaded[0]["world_size"]
         raise ValueError(f"{target} holds the files of {len(files)} of {ranks} ranks: it is not complete.")
+    if len({file["dump"] for file in loaded}) > 1:
+        raise ValueError(f"{target} holds files of different dumps; remove the folder and dump again.")
     tensors: dict[str, Any] = {}
     covered: dict[str, Any] = {}
     for shard in (shard for file in loaded for shard in file["shards"]):
@@ -149,33 +167,58 @@ def assemble(folder: str | Path, step: int = 1) -> dict[str, Any]:
 # --- hook --------------------------------------------------------------------------------------------------
 
 
-def patches(folder: str | None, step: int) -> list[Patch]:
-    """Dump at `step` from inside stock's `train_step`."""
-    return [
-        Patch(
-            "megatron.training.training:train_step",
-            functools.partial(_around_train_step, folder, step),
-            "wrap",
-            "dump gradients between their reduction and the optimizer step",
-            "grads",
-            needs=("model", "optimizer", "iteration"),
+class GradientDump:
+    """Dumps at `step` (counted from 1) from inside stock's `train_step`, and knows whether it did."""
+
+    def __init__(self, folder: str, step: int):
+        self.folder = folder
+        self.step = step
+        self.done = False
+
+    def missed(self) -> str | None:
+        """What to say at the end of a run that never came to the step."""
+        if self.done:
+            return None
+        return (
+            f"--ext-dump-grads: step {self.step} was never trained, so {self.folder} holds no gradients of it"
         )
-    ]
+
+    def patches(self) -> list[Patch]:
+        """The hook into `train_step`."""
+        return [
+            Patch(
+                "megatron.training.training:train_step",
+                self._around_train_step,
+                "wrap",
+                "dump gradients between their reduction and the optimizer step",
+                "grads",
+                needs=("model", "optimizer", "iteration"),
+            )
+        ]
+
+    def _around_train_step(self, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            call = bound(original, args, kwargs)
+            now = call["iteration"] + 1
+            if now > self.step and not self.done:
+                raise ValueError(
+                    f"--ext-dump-grads-step {self.step}: this run starts at step {now}, after it. Set a step "
+                    "that it trains."
+                )
+            if now != self.step:
+                return original(*args, **kwargs)
+
+            def act() -> None:
+                dump(call["model"], call["optimizer"], self.folder, self.step)
+                self.done = True
+
+            with before_optimizer_step(call["optimizer"], act):
+                return original(*args, **kwargs)
+
+        return wrapper
 
 
 def catalogue() -> list[Patch]:
     """Patches of the gradient dump, for the contract."""
-    return patches(None, 0)
-
-
-def _around_train_step(folder: str, step: int, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(*args, **kwargs):
-        call = bound(original, args, kwargs)
-        if call["iteration"] + 1 != step:
-            return original(*args, **kwargs)
-        action = functools.partial(dump, call["model"], call["optimizer"], folder, step)
-        with before_optimizer_step(call["optimizer"], action):
-            return original(*args, **kwargs)
-
-    return wrapper
+    return GradientDump("", 1).patches()

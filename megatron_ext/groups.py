@@ -80,6 +80,12 @@ class GroupRegistry:
         self._world: ProcessGroup | None = None
         _REGISTRIES.add(self)
 
+    def __getitem__(self, name: str) -> ProcessGroup | None:
+        """The group made under this name, None if this rank is in none; KeyError if none was made."""
+        if name not in self._entries:
+            raise KeyError(f"no process group {name!r} was made; there are {sorted(self._entries)}")
+        return self._entries[name].group
+
     def get(
         self,
         name: str,

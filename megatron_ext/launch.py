@@ -9,6 +9,7 @@ import functools
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,29 +69,47 @@ def parse_front(argv: list[str]) -> Options:
 
 def read_config(options: Options) -> configfile.ConfigFile | None:
     """The file of `--ext-config`, given in front of the script or among its flags."""
+    behind = config.preparse(options.args).ext_config
+    if options.ext_config and behind:
+        problems.refuse(
+            [
+                f"--ext-config is given twice: {options.ext_config} in front of the script, {behind} behind "
+                "it. Give one; a file can `include:` another."
+            ]
+        )
+    if not (options.ext_config or behind):
+        return None
     try:
-        file = options.ext_config or preparse(options.args).ext_config
-        return None if file is None else configfile.load(file)
+        file = configfile.load(options.ext_config or behind)
     except problems.UserError as error:
         problems.refuse(error.problems)
-
-
-def preparse(args: list[str]) -> Any:
-    """Our flags and the stock flags that turn features on, read before megatron is imported."""
-    return config.preparse(args, features.configs(), features.stock_flags())
+    if config.preparse(file.argv).ext_config:
+        problems.refuse(
+            [f"{options.ext_config or behind} sets ext-config. Write `include: OTHER.yaml` instead."]
+        )
+    return file
 
 
 class Launcher:
     """One launch on one rank; `undo()` restores everything that `prepare()` patched."""
 
-    def __init__(self, options: Options, file: configfile.ConfigFile | None = None):
+    def __init__(
+        self,
+        options: Options,
+        file: configfile.ConfigFile | None = None,
+        table: Sequence[features.Feature] = features.FEATURES,
+    ):
         self.options = options
+        self.table = table
         self.file = file
         self.args = options.args if file is None else configfile.merge(file.argv, options.args)
         self.script_defaults: dict[str, Any] = {}
         self.rank = int(os.environ.get("RANK", "0"))
         self.flags: Any = None
+        self.on: list[features.Feature] = []
+        self.groups: Any = None
         self.record: Any = None
+        self.dump: Any = None
         self._applied: list[Applied] = []
         self._parser: Any = None
 
@@ -112,7 +131,10 @@ class Launcher:
         found += compat.check_versions() + compat.check_import_paths()
         if found:
             problems.refuse(found)
-        self.flags = preparse(self.args)
+        self.flags = config.preparse(
+            self.args, features.configs(self.table), features.stock_flags(self.table)
+        )
+        self.on = features.enabled_features(self.flags, self.table)
 
     def _missing_script(self) -> str:
         name = self.options.script
@@ -123,7 +145,6 @@ class Launcher:
 
     def prepare(self) -> None:
         """Install all patches: torch's CPU answers first, then megatron's; all or none."""
-        on = features.enabled_features(self.flags)
         if self.options.cpu:
             self._prepare_cpu()
         import megatron.training  # noqa: F401  (aliases exist only once the modules are loaded)
@@ -133,14 +154,13 @@ class Launcher:
             f"megatron_ext {__version__} on megatron-core {compat.megatron_version()} "
             f"({os.path.dirname(sys.modules['megatron.core'].__file__)})"
         )
-        patches = self._patches(on)
-        self._apply(patches, contract)
-        self.log("features on: " + (", ".join(f.name for f in on) or "none (stock Megatron)"))
+        self._apply(self._patches(), contract)
+        self.log("features on: " + (", ".join(f.name for f in self.on) or "none (stock Megatron)"))
         if self.record is not None:
             self.record.info = {
                 "argv": [self.options.script, *self.args],
                 "cpu_mode": self.options.cpu,
-                "features": [feature.name for feature in on],
+                "features": [feature.name for feature in self.on],
                 "patches": [r for applied in self._applied for r in applied.records if r["feature"] != "cpu"],
             }
 
@@ -158,21 +178,23 @@ class Launcher:
 
         return load_contract(compat.megatron_version())
 
-    def _patches(self, on: list) -> list[Patch]:
+    def _patches(self) -> list[Patch]:
         from megatron_ext import checks, grads, groups, record
 
         out = list(compat.workarounds_present(self.args))
         if self.options.cpu:
             out += cpu.megatron_patches()
         out += argument_patches(self)
-        if on:
-            out += groups.catalogue()
-        for feature in on:
-            out += feature.patches()
+        if self.on:
+            self.groups = groups.GroupRegistry()
+            out += groups.catalogue() + group_patches(self)
+        for feature in self.on:
+            out += feature.patches(features.Context(self.flags, self.groups))
         # The record comes last: wraps compose in order, so it sees what everything else did.
         out += checks.patches(self.flags.ext_check)
         if self.flags.ext_dump_grads:
-            out += grads.patches(self.flags.ext_dump_grads, self.flags.ext_dump_grads_step)
+            self.dump = grads.GradientDump(self.flags.ext_dump_grads, self.flags.ext_dump_grads_step)
+            out += self.dump.patches()
         if self.flags.ext_report:
             self.record = record.RunRecord(self.flags.ext_report, self.rank, {})
             out += record.patches(self.record)
@@ -196,13 +218,13 @@ class Launcher:
 
     def extend_parser(self, parser: Any) -> None:
         """Add our flags to Megatron's parser and make its errors ours."""
-        config.add_arguments(parser, features.configs())
+        config.add_arguments(parser, features.configs(self.table))
         if self.options.cpu:
             shown = cpu.set_defaults(parser)
         if self.options.cpu and self._parser is None:  # stock builds its parser more than once
             self.log("--cpu: set by the launcher unless given: " + " ".join(dict.fromkeys(shown)))
             self.log(
-                "--cpu: and in the environment unless set: TORCHDYNAMO_DISABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1"
+                "--cpu: and unless set: TORCHDYNAMO_DISABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1 (environment)"
             )
         self._parser = parser
         parse_errors.guard_enum_choices(parser)
@@ -222,11 +244,10 @@ class Launcher:
         """All problems of freshly parsed arguments; `defaults` are the script's own."""
         args = copy.copy(args)
         args.world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        on = features.enabled_features(self.flags)
         on_file = self.file.unknown_left_out(self._parser._option_string_actions) if self.file else []
-        of_features = [rule for feature in on for rule in feature.rules]
+        of_features = [rule for feature in self.on for rule in feature.rules]
         found = on_file + rules.run(args, [*rules.base_rules(), *of_features], defaults)
-        found += features.conflicts(args, on, self.options.cpu)
+        found += features.conflicts(args, self.on, self.options.cpu, self.table)
         if self.options.cpu:
             found += rules.cpu_problems(args, rules.explicit_flags(self.args, self._parser))
         return found
@@ -293,26 +314,51 @@ def argument_patches(launcher: Launcher | None) -> list[Patch]:
     ]
 
 
+def group_patches(launcher: Launcher | None) -> list[Patch]:
+    """The features' process groups, made as soon as Megatron's exist, on every rank in one order."""
+
+    def make(original):
+        @functools.wraps(original)
+        def wrapper(*args, **kwargs):
+            result = original(*args, **kwargs)
+            from megatron.training import get_args
+
+            for feature in launcher.on:
+                for name, group in feature.groups(get_args()).items():
+                    launcher.groups.get(name, group.rank_lists, communicator=group.communicator)
+            return result
+
+        return wrapper
+
+    where = "megatron.training.initialize:initialize_megatron"
+    return [Patch(where, make, "wrap", "process groups of features, after Megatron's", "groups")]
+
+
 def catalogue() -> list[Patch]:
     """Patches of the launcher, its gradient dump and its checks, for the contract."""
     from megatron_ext import checks, grads
 
-    return argument_patches(None) + grads.catalogue() + checks.catalogue()
+    return argument_patches(None) + group_patches(None) + grads.catalogue() + checks.catalogue()
 
 
 def run(launcher: Launcher) -> None:
     """Run the user's script as `__main__` with its own arguments; the record notes how it ended."""
     sys.argv = [launcher.options.script, *launcher.args]
+    stop: SystemExit | None = None
     try:
         runpy.run_path(launcher.options.script, run_name="__main__")
-    except SystemExit as stop:
-        failed = stop.code not in (None, 0)
-        _end(launcher, f"exit code {stop.code}" if failed else None)
-        raise
+    except SystemExit as exit_:  # stock leaves this way at --exit-interval and the like
+        stop = exit_
     except BaseException as error:
         _end(launcher, f"{type(error).__name__}: {error}")
         raise
-    _end(launcher, None)
+    if stop is not None and stop.code not in (None, 0):
+        _end(launcher, f"exit code {stop.code}")
+        raise stop
+    missed = launcher.dump.missed() if launcher.dump is not None else None
+    _end(launcher, missed)
+    if missed:
+        raise RuntimeError(missed)
 
 
 def _end(launcher: Launcher, error: str | None) -> None:
@@ -320,12 +366,12 @@ def _end(launcher: Launcher, error: str | None) -> None:
         launcher.record.end(error)
 
 
-def main(argv: list[str]) -> int:
-    """Launch; returns 0 when the script ends, raises what it raises, exits 2 on bad input."""
+def main(argv: list[str], table: Sequence[features.Feature] = features.FEATURES) -> int:
+    """Launch with the features of `table`; returns 0 when the script ends, exits 2 on bad input."""
     options = parse_front(argv)
     # As `python SCRIPT` would: a Megatron-LM checkout beside the script is the megatron that is used.
     sys.path.insert(0, str(Path(options.script).resolve().parent))
-    launcher = Launcher(options, read_config(options))
+    launcher = Launcher(options, read_config(options), table)
     launcher.check()
     launcher.prepare()
     from torch.distributed.elastic.multiprocessing.errors import record as report_to_torchrun

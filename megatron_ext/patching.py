@@ -125,6 +125,7 @@ def apply(patches: Sequence[Patch], *, contract: "Contract | None", log: Callabl
     """
     active = {layer.patch.key for layer in _ACTIVE}
     fresh = list({patch.key: patch for patch in patches if patch.key not in active}.values())
+    _refuse_namesakes(patches)
     found = _check(fresh, contract)
     if contract is not None and not contract.is_exact and any(f.is_upstream for f in found.values()):
         log(contract.note)
@@ -174,6 +175,20 @@ def _check(patches: Sequence[Patch], contract: "Contract | None") -> dict[str, F
     if problems or drift:
         raise (PatchError if problems else DriftError)(problems + drift)
     return found
+
+
+def _refuse_namesakes(patches: Sequence[Patch]) -> None:
+    """Two makers of one name (closures of one factory) look like one patch; one would be dropped silently."""
+    first: dict[tuple[str, ...], Patch] = {}
+    twins = [p for p in patches if first.setdefault(p.key, p).make is not p.make]
+    if twins:
+        raise PatchError(
+            [
+                f"{p.target}: {p.feature!r} has two patches with the same reason and maker name ({p.why}); "
+                "give each a `why` of its own."
+                for p in twins
+            ]
+        )
 
 
 def pristine(found: Found) -> Found:

@@ -53,6 +53,12 @@ def render(problems: list[str], rank: int = 0) -> str:
     return "\n".join([*lines, "-" * WIDTH])
 
 
+def _one_line(problems: list[str], rank: int) -> str:
+    """A rank's problems in one line, for ranks whose list is most likely the one that rank 0 prints."""
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems, the first"
+    return f"megatron_ext: rank {rank} refuses as well, {count}: {problems[0].splitlines()[0]}"
+
+
 def _exit_refused(signum: int, frame: object) -> NoReturn:
     raise SystemExit(2)
 
@@ -60,6 +66,8 @@ def _exit_refused(signum: int, frame: object) -> NoReturn:
 def refuse(problems: list[str], rank: int | None = None) -> NoReturn:
     """Print the problems once, on rank 0, to stderr; every rank exits with code 2.
 
+    Without torchrun (srun, mpirun) no rank can tell whether rank 0 has the same problems: the other ranks
+    print one line each, so that a problem of one node (a file that is missing there) is never silent.
     `rank` defaults to the environment's RANK. Raises SystemExit(2), always.
     """
     assert problems, "refuse() needs at least one problem"
@@ -71,4 +79,6 @@ def refuse(problems: list[str], rank: int | None = None) -> NoReturn:
         # One rank of each node is first to print, so that a node's ranks do not repeat each other.
         time.sleep(TORCHRUN_GRACE_S + 0.5 * int(os.environ.get("LOCAL_RANK", "0")))
         print(render(problems, rank), file=sys.stderr, flush=True)
+    else:
+        print(_one_line(problems, rank), file=sys.stderr, flush=True)
     raise SystemExit(2)

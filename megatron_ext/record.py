@@ -46,8 +46,8 @@ class RunRecord:
     """Writer of one rank's record.
 
     `info` holds what the launcher knows before the run (argv, features, patches). Peak memory is what torch
-    allocated at most on a GPU; on CPU it is the resident set's peak minus its size when the record was opened
-    (after imports), since torch does not count CPU memory.
+    allocated at most on a GPU since the first step; on CPU it is the resident set's peak since then, minus
+    its size when the launcher had imported everything, since torch does not count CPU memory.
     """
 
     def __init__(self, folder: str, rank: int, info: dict[str, Any]):
@@ -59,6 +59,7 @@ class RunRecord:
         self._fd: int | None = None  # opened at the first line, once the arguments are known to be good
         self._base_rss = _rss_bytes()
         self._on_gpu = False
+        self._startup_peak: int | None = None
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line in a single system call."""
@@ -94,7 +95,7 @@ class RunRecord:
             },
             paths={name: _path_of(name) for name in ("megatron.core", "megatron.training")},
             device=torch.cuda.get_device_name() if self._on_gpu else "cpu",
-            memory="allocated on the GPU" if self._on_gpu else "resident, above the launcher's imports",
+            memory=self._memory_text(),
             layout={
                 "tp": args.tensor_model_parallel_size,
                 "pp": args.pipeline_model_parallel_size,
@@ -115,6 +116,18 @@ class RunRecord:
         self._counting.start()
         traffic.ledger().drain()
 
+    def before_first_step(self) -> None:
+        """Let the peak start anew: building the model and loading a checkpoint would hide what steps need."""
+        import torch
+
+        if self._startup_peak is not None:
+            return
+        self._startup_peak = self._peak_memory()
+        if self._on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        elif _can_reset_rss():
+            _RSS_RESET.write_text("5")  # resets VmHWM of this process
+
     def step(self, step: int, seconds: float, result: tuple, args, optimizer, learning_rate) -> None:
         """Write the line of a finished step; `result` is what stock `train_step` returned."""
         from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -132,6 +145,7 @@ class RunRecord:
             step_time_s=seconds,
             tokens=tokens,
             peak_memory_bytes=self._peak_memory(),
+            startup_peak_memory_bytes=self._startup_peak,
             skipped=bool(result[1]),
             learning_rate=_plain(learning_rate),
             loss_scale=_plain(optimizer.get_loss_scale()),
@@ -147,6 +161,13 @@ class RunRecord:
             os.close(self._fd)
             self._fd = None
 
+    def _memory_text(self) -> str:
+        """What `peak_memory_bytes` counts."""
+        if self._on_gpu:
+            return "allocated on the GPU, peak since the first step"
+        since = "peak since the first step" if _can_reset_rss() else "peak, start-up included"
+        return f"resident above what imports take, {since}"
+
     def _peak_memory(self) -> int:
         import torch
 
@@ -158,6 +179,13 @@ class RunRecord:
 def _path_of(name: str) -> str | None:
     module = sys.modules.get(name)
     return str(Path(module.__file__).parent) if module is not None and module.__file__ else None
+
+
+_RSS_RESET = Path("/proc/self/clear_refs")
+
+
+def _can_reset_rss() -> bool:
+    return os.access(_RSS_RESET, os.W_OK)  # not in every container
 
 
 def _status_bytes(key: str) -> int:
@@ -222,6 +250,7 @@ def _around_train_step(record: RunRecord, original: Callable) -> Callable:
         from megatron.training import get_args
 
         call = bound(original, args, kwargs)
+        record.before_first_step()
         optimizer = call["optimizer"]
         learning_rate = next((g["lr"] for g in optimizer.param_groups if g.get("lr") is not None), None)
         begin = time.perf_counter()

@@ -156,6 +156,20 @@ def dumped_step_exists(args: Namespace) -> str | None:
     )
 
 
+def self_checks_know_the_wrapper(args: Namespace) -> str | None:
+    """The replica check and the gradient dump read Megatron's own DistributedDataParallel."""
+    sharded = [n for n in ("use_megatron_fsdp", "use_torch_fsdp2") if getattr(args, n, False)]
+    asked = ["--ext-check replicas"] if "replicas" in getattr(args, "ext_check", ()) else []
+    asked += ["--ext-dump-grads"] if getattr(args, "ext_dump_grads", None) else []
+    if not sharded or not asked:
+        return None
+    flag = f"--{sharded[0].replace('_', '-')}"
+    return (
+        f"{' and '.join(asked)} cannot read the sharded parameters of {flag}. Leave it out, or "
+        "run with --use-distributed-optimizer instead."
+    )
+
+
 TRAINING_RULES = (
     required_options,
     save_interval_given,
@@ -165,4 +179,5 @@ TRAINING_RULES = (
     positions_cover_sequence,
     learning_rate,
     dumped_step_exists,
+    self_checks_know_the_wrapper,
 )

@@ -47,6 +47,8 @@ import sys
 found = ".".join(map(str, sys.version_info[:3]))
 if sys.version_info < (3, 12):
     print("no Python " + found + " is older than 3.12")
+elif sys.version_info >= (3, 14):
+    print("no Python " + found + " is newer than 3.13, and megatron-core has no wheel for it")
 else:
     try:
         import ensurepip, venv
@@ -63,31 +65,31 @@ else:
 # python_candidates: one command a line, the tested version first.
 python_candidates() {
     local minor name root
-    for minor in 12 13 14; do
+    for minor in 12 13; do
         name=$(command -v "python3.$minor") && printf '%s\n' "$name"
     done
     for name in python3 python; do
         name=$(command -v "$name") && printf '%s\n' "$name"
     done
     for root in ${PYENV_ROOT:+"$PYENV_ROOT"} ${HOME:+"$HOME/.pyenv"}; do
-        for minor in 12 13 14; do
+        for minor in 12 13; do
             # Newest patch release first; a glob that matches nothing prints nothing.
             printf '%s\n' "$root"/versions/3."$minor".*/bin/python | grep -vF '*' | sort -rV || true
         done
     done
     if command -v uv >/dev/null; then
-        uv python find --no-project 3.12 2>/dev/null || uv python find --no-project '>=3.12' 2>/dev/null || true
+        uv python find --no-project 3.12 2>/dev/null || uv python find --no-project '>=3.12,<3.14' 2>/dev/null || true
     fi
 }
 
-# find_python: sets python_found to a Python >= 3.12 that can make environments, or explains and exits.
+# find_python: sets python_found to a Python 3.12 or 3.13 that can make environments, or explains and exits.
 find_python() {
     local candidate answer
     local -a refused=()
     if [ -n "${PYTHON:-}" ]; then
         answer=$(probe_python "$PYTHON")
         [ "${answer%% *}" = ok ] || die "PYTHON=$PYTHON cannot be used: ${answer#no }." \
-            "Set PYTHON to a Python 3.12 or newer that has venv, or unset it to let this script look for one."
+            "Set PYTHON to a Python 3.12 or 3.13 that has venv, or unset it to let this script look for one."
         python_found=$PYTHON
         return
     fi
@@ -100,8 +102,8 @@ find_python() {
         fi
         refused+=("- $candidate: ${answer#no }")
     done < <(python_candidates)
-    [ ${#refused[@]} -gt 0 ] || refused=("- no python at all")
-    die "no usable Python 3.12 or newer was found on PATH, in pyenv or through uv. What was looked at:" \
+    [ ${#refused[@]} -gt 0 ] || refused=("- there is no python3.12, python3.13, python3 or python")
+    die "no usable Python 3.12 or 3.13 was found on PATH, in pyenv or through uv. What was looked at:" \
         "${refused[@]}" \
         "Install one in one of these ways, then run the same command again:" \
         "- Debian 13, Ubuntu 24.04 or newer:  sudo apt-get install python3 python3-venv" \

@@ -42,7 +42,8 @@ train() {
         if [ "$CPU" = 1 ]; then nproc=1; else nproc=${SLURM_GPUS_ON_NODE:-gpu}; fi
     fi
     exec > >(tee -a "$LOG_DIR/$node.log") 2>&1
-    # Later arguments win: the user's over these, these over the YAML file.
+    # Later arguments win: the user's over these, these over the YAML file. A --load of the user's arrives here on
+    # the first start only (see arguments_to_resume in pretrain.sbatch).
     exec "$PYTHON" -m torch.distributed.run \
         --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$nproc" --max-restarts 0 \
         --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --local-addr "$node" \

@@ -62,7 +62,7 @@ take_lock() {
 }
 
 make_venv() {
-    step "looking for Python 3.12 or newer"
+    step "looking for Python 3.12 or 3.13"
     find_python
     step "making $venv with $python_found"
     find "$venv" -mindepth 1 -maxdepth 1 ! -name "${lock##*/}" -exec rm -rf {} +

@@ -50,12 +50,10 @@ class RanksFailed(AssertionError):
 
 @functools.cache
 def preload() -> None:
-    """Import torch and megatron in the parent, as on a machine without GPU packages."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from megatron_ext import cpu
-
-    cpu.set_environment()
-    cpu.hide_gpu_packages()
+    """Import torch and megatron in the parent; tests/conftest.py has set the environment for it."""
+    assert os.environ.get("TORCHDYNAMO_DISABLE") == "1", (
+        "set before torch was imported, see tests/conftest.py"
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about every missing GPU package
         import megatron.training  # noqa: F401

@@ -23,6 +23,8 @@ _EPILOG = """\
 The first run is the reference. A relative difference is |run - reference| / |reference|.
 A step's time is that of its slowest rank. Rates and bytes per step leave the warm-up steps out.
 Runs of different length are compared over the steps that all of them have.
+Values that are NaN or infinite in both runs never agree: such runs have diverged. Neither does a named loss
+that one run alone recorded; with --bitwise, the same holds for gradient norms.
 Exit code: 0 losses and gradient norms agree, 1 they do not, 2 the records cannot be compared.
 """
 

@@ -27,7 +27,8 @@ class Difference:
     """One metric of one run against the reference, over the common steps.
 
     `values`: step -> relative difference, for the steps where both sides have a value.
-    `both_nan`: steps where both are NaN; these agree, but nothing can be said of such a run.
+    `both_nan`, `both_infinite`: steps where both are NaN, or the same infinity. Equal, but both runs have
+    diverged there, which is no agreement.
     `one_sided`: steps where exactly one side has no value, or is NaN, or is infinite; these never agree.
     """
 
@@ -35,7 +36,13 @@ class Difference:
     tolerance: float
     values: dict[int, float]
     both_nan: list[int]
+    both_infinite: list[int]
     one_sided: list[int]
+
+    @property
+    def diverged(self) -> list[int]:
+        """Steps where neither side has a finite value, and the values are the same."""
+        return sorted(self.both_nan + self.both_infinite)
 
     @property
     def largest(self) -> float | None:
@@ -52,11 +59,11 @@ class Difference:
 
     @property
     def bitwise(self) -> bool:
-        return self.largest == 0 and not self.one_sided and not self.both_nan
+        return self.largest == 0 and not self.one_sided and not self.diverged
 
     @property
     def agrees(self) -> bool:
-        return not self.one_sided and (self.largest or 0.0) <= self.tolerance
+        return not self.one_sided and not self.diverged and (self.largest or 0.0) <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ def difference(
 ) -> Difference:
     """Compare one metric over `steps`. A step where neither side has a value is not compared."""
     values: dict[int, float] = {}
-    both_nan, one_sided = [], []
+    both_nan, both_infinite, one_sided = [], [], []
     for step in steps:
         ours, theirs = other.get(step), reference.get(step)
         if ours is None and theirs is None:
@@ -99,9 +106,9 @@ def difference(
         values[step] = relative_difference(theirs, ours)
         if math.isnan(ours) and math.isnan(theirs):
             both_nan.append(step)
-        elif not (math.isfinite(ours) and math.isfinite(theirs)) and ours != theirs:
-            one_sided.append(step)
-    return Difference(metric, tolerance, values, both_nan, one_sided)
+        elif not (math.isfinite(ours) and math.isfinite(theirs)):
+            (both_infinite if ours == theirs else one_sided).append(step)
+    return Difference(metric, tolerance, values, both_nan, both_infinite, one_sided)
 
 
 def noun(metric: str) -> str:
@@ -116,10 +123,9 @@ def sentence(found: Difference, reference: Series, other: Series, bitwise: bool)
         return f"{what} are on neither side, so they are not compared"
     asked = "bit for bit" if bitwise else f"tolerance {found.tolerance:g}"
     if found.agrees:
-        nan = f", but both are NaN at step {step_range(found.both_nan)}" if found.both_nan else ""
         if found.largest == 0:
-            return f"{what} agree bit for bit{nan}"
-        return f"{what} agree to within {human_difference(found.largest)} relative ({asked}){nan}"
+            return f"{what} agree bit for bit"
+        return f"{what} agree to within {human_difference(found.largest)} relative ({asked})"
     if found.one_sided:
         step = found.one_sided[0]
         sides = [
@@ -128,6 +134,11 @@ def sentence(found: Difference, reference: Series, other: Series, bitwise: bool)
         return (
             f"{what} do NOT agree: only one side has a usable value at step {step_range(found.one_sided)} "
             f"(at step {step} the reference has {sides[0]}, this run {sides[1]})"
+        )
+    if found.diverged:
+        return (
+            f"{what} do NOT agree: both runs are NaN or infinite at step "
+            f"{step_range(found.diverged)}, so both have diverged"
         )
     return (
         f"{what} do NOT agree: they differ by up to {human_difference(found.largest)} relative, at step "
@@ -139,21 +150,42 @@ def _first_beyond(found: Difference) -> int:
     return next(step for step, value in found.values.items() if value > found.tolerance)
 
 
-def _metrics(reference: Figures, other: Figures) -> list[str]:
-    shared = [name for name in reference.series if name.startswith("losses/") and name in other.series]
-    return ["loss", *shared, "grad_norm"]
+def _named_losses(of: Figures) -> dict[str, Series]:
+    """Every loss that the run recorded by name: "losses/NAME" -> its series.
+
+    Where a run has one loss only, its figures hold it as "loss" alone.
+    """
+    lines = (record.steps[step] for record in of.run.ranks for step in of.run.steps)
+    names = dict.fromkeys(f"losses/{name}" for line in lines for name in line.get("losses") or {})
+    return {name: of.series.get(name, of.series["loss"]) for name in names}
+
+
+def _metrics(reference: Figures, other: Figures) -> dict[str, tuple[Series, Series]]:
+    """What is judged: metric -> (the reference's series, the other's); empty where a side has none at all."""
+    theirs, ours = _named_losses(reference), _named_losses(other)
+    if theirs.keys() == ours.keys() and len(ours) == 1:  # "loss" is the same again
+        theirs, ours = {}, {}
+    return {
+        "loss": (reference.series["loss"], other.series["loss"]),
+        **{name: (theirs.get(name, {}), ours.get(name, {})) for name in theirs | ours},
+        "grad_norm": (reference.series["grad_norm"], other.series["grad_norm"]),
+    }
 
 
 def _judge(reference: Figures, other: Figures, steps: list[int], tolerance: Tolerance) -> Verdict:
     differences, sentences = {}, []
-    for metric in _metrics(reference, other):
-        ours, theirs = other.series[metric], reference.series[metric]
-        if metric == "grad_norm" and _recorded(ours, steps) != _recorded(theirs, steps):
-            sentences.append("gradient norms are on one side only, so they are not compared")
+    for metric, (theirs, ours) in _metrics(reference, other).items():
+        one_sided = _recorded(ours, steps) != _recorded(theirs, steps)
+        only = f"only {(other if _recorded(ours, steps) else reference).run.name} recorded them"
+        if one_sided and metric == "grad_norm" and not tolerance.bitwise:
+            sentences.append(f"{noun(metric)} are NOT compared: {only}")
             continue
         found = difference(metric, theirs, ours, steps, tolerance.of(metric))
         differences[metric] = found
-        sentences.append(sentence(found, theirs, ours, tolerance.bitwise))
+        if one_sided:
+            sentences.append(f"{noun(metric)} do NOT agree: {only}")
+        else:
+            sentences.append(sentence(found, theirs, ours, tolerance.bitwise))
     if not differences["loss"].compared:
         raise RecordError(
             f"{other.run.name} and {reference.run.name} have no loss at any of their common steps "
@@ -163,7 +195,7 @@ def _judge(reference: Figures, other: Figures, steps: list[int], tolerance: Tole
 
 
 def _recorded(series: Series, steps: list[int]) -> bool:
-    return any(series[step] is not None for step in steps)
+    return any(series.get(step) is not None for step in steps)
 
 
 def _common_steps(figures: list[Figures]) -> list[int]:
@@ -181,10 +213,11 @@ def _warnings(figures: list[Figures], steps: list[int], verdicts: list[Verdict])
         found.append(f"the runs have different steps ({listed}); compared: {step_range(steps)}")
     for verdict in verdicts:
         for of in verdict.differences.values():
-            if of.both_nan:
+            if of.diverged:
+                both = f"both {verdict.name} and {figures[0].run.name}"
                 found.append(
-                    f"{noun(of.metric)} of both {verdict.name} and {figures[0].run.name} are NaN at step "
-                    f"{step_range(of.both_nan)}: training has diverged, agreement there means nothing"
+                    f"{noun(of.metric)} of {both} are NaN or infinite at "
+                    f"step {step_range(of.diverged)}: training has diverged, so nothing there can be compared"
                 )
     for of in figures:
         for copy in of.replicas:
@@ -215,12 +248,12 @@ def _headline(verdicts: list[Verdict], torn: list[str], reference: str, toleranc
         return f"NOT comparable: ranks of {', '.join(torn)} disagree among themselves"
     if wrong:
         asked = "bit for bit" if tolerance.bitwise else "within tolerance"
-        return f"NOT in agreement with {reference} {asked}: {', '.join(wrong)}"
+        diverged = [v.name for v in verdicts if any(of.diverged for of in v.differences.values())]
+        both = f"; BOTH sides have diverged (NaN or infinite): {', '.join(diverged)}" if diverged else ""
+        return f"NOT in agreement with {reference} {asked}: {', '.join(wrong)}{both}"
     if all(verdict.differences["loss"].bitwise for verdict in verdicts):
         return "Losses agree bit for bit"
     largest = max(verdict.differences["loss"].largest or 0.0 for verdict in verdicts)
-    if any(verdict.differences["loss"].both_nan for verdict in verdicts):
-        return f"Losses agree (largest difference {human_difference(largest)} relative), but some are NaN"
     return f"Losses agree to within {human_difference(largest)} relative (tolerance {tolerance.loss:g})"
 
 

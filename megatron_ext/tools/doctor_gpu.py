@@ -1,5 +1,6 @@
 """Doctor's checks of the GPUs, and of the one variable that decides what Megatron lets them do."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from megatron_ext.tools.doctor_report import Finding
 
 GIB = 1 << 30
+SMI_TIMEOUT_S = 60.0
 
 
 def check(cpu: bool, require_gpu: bool) -> Iterator[Finding]:
@@ -29,10 +31,17 @@ def gpus(required: bool) -> tuple[tuple[int, int] | None, list[Finding]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    seen = nvidia_smi()
+    findings: list[Finding] = []
+    try:
+        seen, unseen = nvidia_smi(), "no nvidia-smi"
+    except subprocess.TimeoutExpired as error:
+        seen, unseen = [], "nvidia-smi hangs"
+        what = f"gave no answer within {error.timeout:g} s, so the driver or a GPU hangs"
+        findings.append(Finding("FAIL", "nvidia-smi", what, "use another node; this one needs a reset"))
     if count == 0:
-        return None, [_no_gpu(required, seen, " ".join(str(warning.message) for warning in caught))]
-    findings, lowest = [], (99, 0)
+        message = " ".join(str(warning.message) for warning in caught)
+        return None, [*findings, _no_gpu(required, seen, message)]
+    lowest = (99, 0)
     for index in range(count):
         info = torch.cuda.get_device_properties(index)
         capability = (info.major, info.minor)
@@ -45,10 +54,31 @@ def gpus(required: bool) -> tuple[tuple[int, int] | None, list[Finding]]:
             fix = "install a torch that is built for this GPU"
             findings.append(Finding("FAIL", f"GPU {index}", f"{value}: older than this torch supports", fix))
         else:
-            findings.append(Finding("ok", f"GPU {index}", value))
-    driver = f"driver {seen[0][1]}" if seen else "driver unknown (no nvidia-smi)"
+            findings.append(_computes(index, value))
+    driver = f"driver {seen[0][1]}" if seen else f"driver unknown ({unseen})"
     findings.append(Finding("ok", "CUDA", f"{driver}, torch is built for CUDA {torch.version.cuda}"))
     return lowest, findings
+
+
+def _computes(index: int, value: str) -> Finding:
+    """Whether a GPU, `value` in words, can do what it is there for."""
+    try:
+        matmul(index)
+    except Exception as error:
+        # Out of memory, a driver that is too old, a sick GPU: whatever comes up is what doctor has to report.
+        what = f"{value}: cannot do a small matmul: {type(error).__name__}: {error}"
+        fix = "see whether other processes hold it (nvidia-smi); if none does, leave it out or reset it"
+        return Finding("FAIL", f"GPU {index}", what, fix)
+    return Finding("ok", f"GPU {index}", value)
+
+
+def matmul(index: int) -> None:
+    """Multiply two small matrices on a GPU, and wait for it; raises what torch raises."""
+    import torch
+
+    ones = torch.ones(16, 16, device=torch.device("cuda", index))
+    torch.matmul(ones, ones)
+    torch.cuda.synchronize(index)
 
 
 def _no_gpu(required: bool, seen: list[tuple[str, str]], message: str) -> Finding:
@@ -72,14 +102,27 @@ def _no_gpu(required: bool, seen: list[tuple[str, str]], message: str) -> Findin
 
 
 def nvidia_smi() -> list[tuple[str, str]]:
-    """(name, driver version) of every GPU that the driver shows; empty without a driver."""
+    """(name, driver version) of every GPU that the driver shows; empty without a driver.
+
+    Raises:
+        subprocess.TimeoutExpired: no answer within SMI_TIMEOUT_S seconds.
+    """
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=60, check=False)
-    if done.returncode != 0:
+    # Not subprocess.run: after its timeout it waits for the process, which never ends where the driver hangs.
+    process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        output, _ = process.communicate(timeout=SMI_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        raise
+    if process.returncode != 0:
         return []
-    return [tuple(map(str.strip, line.rsplit(",", 1))) for line in done.stdout.splitlines() if "," in line]
+    return [tuple(map(str.strip, line.rsplit(",", 1))) for line in output.splitlines() if "," in line]
 
 
 def cuda_connections(capability: tuple[int, int] | None) -> Finding:

@@ -109,9 +109,11 @@ def _imported(package: str, brings: str) -> Finding:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module(package)
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except Exception as error:
+        # Whatever a package's own code raises (an assertion, a KeyError, ...) is what doctor has to report.
         fix = f"build {package} again for this torch, or remove it"
-        return Finding("FAIL", package, f"is installed but cannot be imported: {error}", fix)
+        what = f"is installed but cannot be imported: {type(error).__name__}: {error}"
+        return Finding("FAIL", package, what, fix)
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -125,7 +127,8 @@ def _upstream() -> Iterator[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("megatron.training")
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except Exception as error:
+        # Megatron imports the optional packages, so that here, too, any error can come up.
         yield Finding(
             "FAIL",
             "import megatron",

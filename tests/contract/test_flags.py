@@ -452,7 +452,7 @@ def test_stock_has_no_schedule_that_a_rule_refuses(parser, monkeypatch, changes)
 
 def test_bad_config_file_names_the_file(tmp_path):
     with pytest.raises(UserError, match=r"gone\.yaml: cannot be read"):
-        configfile.read(str(tmp_path / "gone.yaml"))
+        configfile.load(str(tmp_path / "gone.yaml"))
 
 
 def test_catalogue_holds_every_patch():

@@ -18,11 +18,11 @@ FLAGS = (
 ).split()
 
 
-def run(script: str, args: list[str]) -> list[tuple[float | None, float]]:
+def run(script: str, args: list[str], dropout: bool = False) -> list[tuple[float | None, float]]:
     """Train with the script in this process; returns (loss or None, grad norm) of every step."""
     import torch
 
-    _fake_cuda()
+    _fake_cuda(dropout)
     import megatron.core.datasets.utils
     import megatron.core.tensor_parallel.random as rng
     import megatron.training.initialize
@@ -65,7 +65,24 @@ def _CpuDevice():
     return Mode()
 
 
-def _fake_cuda() -> None:
+def _keep_dropout_apart_from_loaders() -> None:
+    """On a GPU the seed of a data loader does not come from the generator that dropout draws from.
+
+    The one thing that CPU mode does beyond the minimum, so that resuming with dropout is exact.
+    """
+    import torch
+
+    loader = torch.utils.data.dataloader._BaseDataLoaderIter
+    stock_init = loader.__init__
+
+    def init(self, *args, **kwargs):
+        with torch.random.fork_rng(devices=[]):
+            stock_init(self, *args, **kwargs)
+
+    loader.__init__ = init
+
+
+def _fake_cuda(dropout: bool) -> None:
     import torch
 
     class Idle:
@@ -104,14 +121,8 @@ def _fake_cuda() -> None:
         module.set_rng_state = lambda state, *a, **k: torch.default_generator.set_state(state)
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "IntTensor", "LongTensor", "ByteTensor"):
         setattr(cuda, name, getattr(torch, name))
-    loader = torch.utils.data.dataloader._BaseDataLoaderIter
-    stock_init = loader.__init__
-
-    def init(self, *args, **kwargs):  # as on a GPU, seeding loaders leaves dropout's generator alone
-        with torch.random.fork_rng(devices=[]):
-            stock_init(self, *args, **kwargs)
-
-    loader.__init__ = init
+    if dropout:
+        _keep_dropout_apart_from_loaders()
     torch.accelerator.is_available = lambda: False
     torch.accelerator.current_device_index = lambda: 0
     for cls, names in ((torch.Tensor, ("cuda", "pin_memory")), (torch.nn.Module, ("cuda",))):

@@ -72,6 +72,8 @@ def test_several_problems_are_listed_once_by_rank_0(tmp_path):
         (["--ext-check", "bites"], ["no check is called 'bites'", "bytes,replicas,layouts"]),
         (["--transformer-impl", "transformer_engine"], ["Transformer Engine", "without --cpu"]),
         (["--context-parallel-size", "2"], ["--context-parallel-size 2"]),
+        (["--use-megatron-fsdp", "--ext-check", "replicas"], ["--ext-check replicas cannot read"]),
+        (["--use-megatron-fsdp", "--ext-dump-grads", "x"], ["--ext-dump-grads cannot read"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
@@ -110,7 +112,7 @@ def test_launcher_option_behind_the_script():
     assert "--cpu stands behind the script" in text
 
 
-def test_patch_target_gone():
+def test_patch_target_gone(tmp_path):
     """A doctored upstream without one of our targets: nothing is patched and nothing runs."""
 
     def remove():
@@ -118,7 +120,7 @@ def test_patch_target_gone():
 
         del megatron.training.training.train_step
 
-    text = refused("--ext-report", "x", before=remove)
+    text = refused("--ext-report", str(tmp_path), before=remove)
     assert "megatron.training.training:train_step" in text
     assert "nothing was patched and nothing runs" in text
 

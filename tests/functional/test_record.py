@@ -1,7 +1,10 @@
 """What the run record says is what happened: bytes by formula, memory, time, environment."""
 
+import json
+
 import pytest
 
+from megatron_ext.tools.compare import main as compare
 from tests.functional.runs import SCRIPT as SCRIPT_PATH
 from tests.functional.runs import train
 
@@ -124,3 +127,19 @@ def test_config_file_with_the_command_line_on_top(tmp_path):
     assert "--num-layers" in run.start()["argv"]
     # MODEL's own flags are on the command line, so they win over the file.
     assert run.steps(0)[0]["learning_rate"] == 1e-3
+
+
+def test_compare_reads_the_records_of_real_runs(tmp_path, capsys):
+    """One rank and two data-parallel ranks from the same weights: the tool agrees; other data: it does not."""
+    one = train(tmp_path / "one", 1, steps=4)
+    train(tmp_path / "two", 2, steps=4)
+    train(tmp_path / "other", 1, "--seed", "8", steps=4)
+    records = {name: str(tmp_path / name / "record") for name in ("one", "two", "other")}
+    out = ["--output", str(tmp_path / "compare")]
+    assert compare([records["one"], records["two"], *out]) == 0
+    assert "AGREE" in capsys.readouterr().out
+    page = (tmp_path / "compare" / "compare.html").read_text()
+    assert "all_reduce over dp" in page
+    written = json.loads((tmp_path / "compare" / "compare.json").read_text())
+    assert repr(one.losses()[4]) in json.dumps(written)
+    assert compare([records["one"], records["other"], *out]) == 1

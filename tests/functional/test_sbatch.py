@@ -179,6 +179,43 @@ def test_unhealthy_node_stops_the_job_before_training(cluster):
     assert "a node is not healthy, so nothing was started" in cluster.output()
 
 
+SEED_LINES = {
+    "two words": ["--load", "/seed", "--finetune", "--no-load-optim", "--no-load-rng"],
+    "one word": ["--no-load-rng", "--load=/seed", "--ckpt-step", "5"],
+}
+
+
+@pytest.mark.parametrize("seed", SEED_LINES.values(), ids=SEED_LINES)
+def test_load_is_for_the_first_start_only(cluster, seed):
+    """It wins over the run's own checkpoints, so that every requeue would start from the seed again."""
+    line = [CONFIG, "--mock-data", *seed, "--train-iters", "7"]
+    one = ("--nodes=1",)
+    own = cluster.run_dir / "checkpoints"
+
+    assert cluster.submit(*line, sbatch=one, PYTHON=str(cluster.recorder)) == 0, cluster.output()
+    assert cluster.calls()[-1][0][-len(line) + 1 :] == line[1:], "the first start uses it"
+    assert "resuming" not in cluster.output()
+
+    (own / "latest_checkpointed_iteration.txt").write_text("3")
+    cluster.calls_file.unlink()
+    assert cluster.submit(*line, sbatch=one, PYTHON=str(cluster.recorder)) == 0, cluster.output()
+    words = cluster.calls()[-1][0]
+    assert value_of(words, "--load") == str(own)
+    assert words[-3:] == ["--mock-data", "--train-iters", "7"]
+    assert not set(seed) & (set(words) - {"--load"})
+    assert f"resuming from {own}; {' '.join(seed)} is for the first start only" in cluster.output()
+
+
+def test_resuming_without_load_changes_no_argument(cluster):
+    own = cluster.run_dir / "checkpoints"
+    own.mkdir(parents=True)
+    (own / "latest_checkpointed_iteration.txt").write_text("3")
+    line = ["--mock-data", "--no-load-rng", "--train-iters", "7"]
+    assert cluster.submit(CONFIG, *line, sbatch=("--nodes=1",), PYTHON=str(cluster.recorder)) == 0
+    assert cluster.calls()[-1][0][-4:] == line
+    assert "first start only" not in cluster.output()
+
+
 def test_failed_training_fails_the_job_and_says_how_to_go_on(cluster):
     assert cluster.submit(CONFIG, PYTHON=str(cluster.recorder), TRAIN_EXIT="1") == 1
     assert f"the first error is in one of {cluster.run_dir}/logs/4211/*.log" in cluster.output()

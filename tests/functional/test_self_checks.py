@@ -28,10 +28,11 @@ runpy.run_path({script!r}, run_name="__main__")
 @pytest.mark.parametrize(
     ("flags", "name", "axis"),
     [
-        ([], "layers.2.mlp.linear_fc1.weight", "data"),
-        (["--tensor-model-parallel-size", "2"], "layers.0.input_layernorm.weight", "tensor"),
+        ([], "layers.2.mlp.linear_fc1.weight", "data-parallel"),
+        (["--tensor-model-parallel-size", "2"], "layers.0.input_layernorm.weight", "tensor-parallel"),
+        (["--pipeline-model-parallel-size", "2"], "output_layer.weight", "embedding"),
     ],
-    ids=["data-parallel", "tensor-parallel"],
+    ids=["data-parallel", "tensor-parallel", "tied-embeddings"],
 )
 def test_replicas_names_the_parameter_that_drifted(tmp_path, flags, name, axis):
     """One element of one parameter on rank 1 changes by a millionth between steps 1 and 2."""
@@ -40,11 +41,10 @@ def test_replicas_names_the_parameter_that_drifted(tmp_path, flags, name, axis):
     run = train(tmp_path, 2, *flags, "--ext-check", "replicas", steps=3, script=script, check=False)
     for rank in run.ranks:
         assert rank.exit_code == 1
-        assert (
-            f"--ext-check replicas, step 2: parameters differ within the {axis}-parallel group [0, 1]"
-            in rank.error
-        )
-        assert f"{name}: ranks [1] differ" in rank.error
+        assert f"--ext-check replicas, step 2: parameters differ within the {axis} group [0, 1]" in rank.error
+        assert ": ranks [1] differ" in rank.error
+    # Each rank names its own parameter; tied embeddings have two names.
+    assert f"{name}: ranks [1] differ" in run.ranks[1].error
     assert sorted(run.losses()) == [1]
 
 
@@ -79,3 +79,16 @@ def test_gradient_dump_that_is_not_complete(tmp_path, capsys):
     assert "the files of 1 of 2 ranks" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no gradient dump"):
         assemble(tmp_path, step=7)
+
+
+def test_gradient_dump_that_never_happens_is_an_error(tmp_path):
+    """A run that ends before the step, or starts after it, does not end well in silence."""
+    grads = ["--ext-dump-grads", str(tmp_path / "grads"), "--ext-dump-grads-step", "4"]
+    save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "2"]
+    early = train(tmp_path / "early", 1, *grads, *save, "--exit-interval", "2", steps=5, check=False)
+    assert early.ranks[0].exit_code == 1
+    assert "step 4 was never trained" in early.lines[0][-1]["error"]
+    grads[-1] = "1"
+    late = train(tmp_path / "late", 1, *grads, "--load", str(tmp_path / "ckpt"), steps=5, check=False)
+    assert late.ranks[0].exit_code == 1
+    assert "this run starts at step 3, after it" in late.ranks[0].error

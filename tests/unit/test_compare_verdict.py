@@ -90,11 +90,66 @@ def test_gradient_norm_counts(tmp_path, compared):
     assert compared(a, b, "--grad-norm-rtol", "1e-2")[0] == 0
 
 
-def test_gradient_norm_on_one_side_is_not_compared(tmp_path, compared):
-    b = write_run(tmp_path / "b", change=lambda rank, n: {"grad_norm": None})
-    code, out, _, _ = compared(write_run(tmp_path / "a"), b)
+@pytest.mark.parametrize("without", ["a", "b"])
+def test_gradient_norm_on_one_side(tmp_path, compared, without):
+    """Said, but no disagreement within tolerances; bit for bit, it is one."""
+    for name in "ab":
+        absent = {"grad_norm": None} if name == without else {}
+        write_run(tmp_path / name, change=lambda rank, n, absent=absent: absent)
+    has = "b" if without == "a" else "a"
+    code, out, _, _ = compared(tmp_path / "a", tmp_path / "b")
     assert code == 0
-    assert "gradient norms are on one side only, so they are not compared" in out
+    assert f"b against a: gradient norms are NOT compared: only {has} recorded them" in out
+    code, out, _, result = compared(tmp_path / "a", tmp_path / "b", "--bitwise")
+    assert code == 1
+    assert f"b against a: gradient norms do NOT agree: only {has} recorded them" in out
+    assert result["runs"][1]["against_reference"]["differences"]["grad_norm"]["one_sided_steps"] == [
+        1, 2, 3, 4, 5,
+    ]  # fmt: skip
+
+
+def test_steps_that_both_skip_have_no_gradient_norm(tmp_path, compared):
+    """fp16: the overflow of the first steps leaves no gradient norm, on either side."""
+    skip = {"grad_norm": None, "skipped": True}
+    a, b = (write_run(tmp_path / name, change=lambda r, n: skip if n < 3 else {}) for name in "ab")
+    assert compared(a, b, "--bitwise")[0] == 0
+    c, d = (write_run(tmp_path / name, change=lambda r, n: skip) for name in "cd")
+    code, out, _, _ = compared(c, d, "--bitwise")
+    assert code == 0
+    assert "gradient norms are on neither side" in out
+
+
+def recorded_losses(*names):
+    return lambda rank, n: {"losses": {name: loss_at(n) for name in names}}
+
+
+@pytest.mark.parametrize("flags", [(), ("--bitwise",)])
+@pytest.mark.parametrize(
+    ("first", "second", "lonely"),
+    [
+        (["lm loss"], ["lm loss", "mtp loss"], {"mtp loss": "b"}),
+        (["lm loss", "aux", "mtp loss"], ["lm loss", "aux"], {"mtp loss": "a"}),
+        (["lm loss"], ["mlm loss"], {"lm loss": "a", "mlm loss": "b"}),
+        ([], ["lm loss"], {"lm loss": "b"}),
+    ],
+)
+def test_named_loss_on_one_side_disagrees(tmp_path, compared, flags, first, second, lonely):
+    a = write_run(tmp_path / "a", change=recorded_losses(*first))
+    b = write_run(tmp_path / "b", change=recorded_losses(*second))
+    code, out, _, _ = compared(a, b, *flags)
+    assert code == 1
+    said = [line for line in out.splitlines() if "recorded them" in line]
+    assert said == [
+        f'b against a: "losses/{name}" values do NOT agree: only {run} recorded them'
+        for name, run in lonely.items()
+    ]
+    assert "b against a: losses agree bit for bit" in out
+
+
+def test_only_loss_of_one_run_is_compared_by_name_with_one_of_several(tmp_path, compared):
+    a = write_run(tmp_path / "a", change=recorded_losses("lm loss"))
+    b = write_run(tmp_path / "b", change=recorded_losses("lm loss", "mtp loss"))
+    assert '"losses/lm loss" values agree bit for bit' in compared(a, b)[1]
 
 
 def test_every_named_loss_counts(tmp_path, compared):
@@ -109,16 +164,28 @@ def test_every_named_loss_counts(tmp_path, compared):
     assert '"losses/lm loss" values agree bit for bit' in out
 
 
-def test_nan_on_both_sides_agrees_and_is_flagged(tmp_path, compared):
+@pytest.mark.parametrize("flags", [(), ("--bitwise",), ("--loss-rtol", "1e9")])
+def test_runs_that_both_diverged_do_not_agree(tmp_path, compared, flags):
     a, b = (write_run(tmp_path / name, change=nan_from(4)) for name in "ab")
-    code, out, _, result = compared(a, b)
-    assert code == 0
-    assert "WARNING: losses of both b and a are NaN at step 4-5: training has diverged" in out
-    assert "losses agree bit for bit, but both are NaN at step 4-5" in out
-    assert "AGREE: Losses agree (largest difference 0 relative), but some are NaN" in out
+    code, out, _, result = compared(a, b, *flags)
+    assert code == 1
+    assert "WARNING: losses of both b and a are NaN or infinite at step 4-5: training has diverged" in out
+    assert "losses do NOT agree: both runs are NaN or infinite at step 4-5, so both have diverged" in out
+    assert out.splitlines()[-2].startswith("DISAGREE: NOT in agreement with a")
+    assert out.splitlines()[-2].endswith(": b; BOTH sides have diverged (NaN or infinite): b")
+    assert result["agrees"] is False
     assert result["runs"][1]["series"]["loss"][3:] == ["nan", "nan"]
     assert "b,5,loss,nan" in (tmp_path / "out" / "compare.csv").read_text().splitlines()
-    assert '<div class="banner warn"><strong>! Losses agree' in (tmp_path / "out/compare.html").read_text()
+    assert '<div class="banner bad"><strong>✕ NOT in agr' in (tmp_path / "out/compare.html").read_text()
+
+
+@pytest.mark.parametrize("metric", ["loss", "grad_norm"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_any_metric_that_diverged_on_both_sides_disagrees(tmp_path, compared, metric, value):
+    a, b = (write_run(tmp_path / n, change=lambda r, n: {metric: value} if n == 5 else {}) for n in "ab")
+    code, out, _, _ = compared(a, b)
+    assert code == 1
+    assert "do NOT agree: both runs are NaN or infinite at step 5, so both have diverged" in out
 
 
 @pytest.mark.parametrize("bad", ["a", "b"])

@@ -119,11 +119,18 @@ def test_torch_window(tmp_path, version, supported):
     assert supported or f"torch is {version} in {tmp_path}/torch, but megatron_ext needs" in problem
 
 
-def test_old_python(monkeypatch):
-    monkeypatch.setattr(compat, "python_version", lambda: "3.11.9")
+@pytest.mark.parametrize("version", ["3.11.9", "3.14.0", "3.14.2"])
+def test_python_outside_the_window(monkeypatch, version):
+    monkeypatch.setattr(compat, "python_version", lambda: version)
     problem = compat.version_problems()["python"]
-    assert f"Python is 3.11.9 ({sys.executable}), but megatron_ext needs {compat.PYTHON_WINDOW}" in problem
-    assert "virtual environment" in problem
+    assert f"Python is {version} ({sys.executable}), but megatron_ext needs {compat.PYTHON_WINDOW}" in problem
+    assert "virtual environment with Python 3.12 or 3.13" in problem
+
+
+@pytest.mark.parametrize("version", ["3.12.0", "3.13.9"])
+def test_python_inside_the_window(monkeypatch, version):
+    monkeypatch.setattr(compat, "python_version", lambda: version)
+    assert "python" not in compat.version_problems()
 
 
 def test_nothing_heavy_is_imported():

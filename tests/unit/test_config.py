@@ -76,7 +76,7 @@ def test_flags_are_not_abbreviated():
     [("bytes", ["bytes"]), ("layouts, bytes,layouts", ["layouts", "bytes"]), ("", [])],
 )
 def test_checks(value, names):
-    assert config.check_names(preparse(["--ext-check", value])) == names
+    assert preparse(["--ext-check", value]).ext_check == names
 
 
 @pytest.mark.parametrize(

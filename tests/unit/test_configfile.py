@@ -5,6 +5,11 @@ import pytest
 from megatron_ext import configfile
 from megatron_ext.problems import UserError
 
+
+def read(path, *environ):
+    return configfile.load(path, *environ).argv
+
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -20,7 +25,7 @@ def write(tmp_path):
 
 def problems(path, **environ):
     with pytest.raises(UserError) as error:
-        configfile.read(path, environ)
+        read(path, environ)
     return error.value.problems
 
 
@@ -61,11 +66,11 @@ def problems(path, **environ):
     ],
 )
 def test_values(write, text, argv):
-    assert configfile.read(write(text), {}) == argv
+    assert read(write(text), {}) == argv
 
 
 def test_order_is_kept(write):
-    assert configfile.read(write("b-b: 1\nx:\n  a-a: 2\nc: 3"), {}) == [
+    assert read(write("b-b: 1\nx:\n  a-a: 2\nc: 3"), {}) == [
         "--b-b",
         "1",
         "--a-a",
@@ -86,12 +91,12 @@ def test_order_is_kept(write):
     ],
 )
 def test_environment(write, text, argv):
-    assert configfile.read(write(text), {"DATA": "/d"}) == argv
+    assert read(write(text), {"DATA": "/d"}) == argv
 
 
 def test_own_environment_is_the_default(write, monkeypatch):
     monkeypatch.setenv("MY_DATA", "/here")
-    assert configfile.read(write("load: $MY_DATA")) == ["--load", "/here"]
+    assert read(write("load: $MY_DATA")) == ["--load", "/here"]
 
 
 @pytest.mark.parametrize(
@@ -149,13 +154,13 @@ def test_include(write, tmp_path):
     write("num-layers: 2\nlr: 1\nswiglu: true", "sub/base.yaml")
     write("include: sub/base.yaml\nseed: 5", "middle.yaml")
     path = write("run:\n  lr: 3\ninclude: middle.yaml\nswiglu: false")
-    assert configfile.read(path, {}) == ["--num-layers", "2", "--lr", "3", "--seed", "5"]
+    assert read(path, {}) == ["--num-layers", "2", "--lr", "3", "--seed", "5"]
 
 
 def test_include_several_later_wins(write):
     write("lr: 1\nseed: 1", "a.yaml")
     write("lr: 2", "b.yaml")
-    assert configfile.read(write("include: [a.yaml, $NAME.yaml]"), {"NAME": "b"}) == [
+    assert read(write("include: [a.yaml, $NAME.yaml]"), {"NAME": "b"}) == [
         "--lr",
         "2",
         "--seed",
@@ -178,7 +183,7 @@ def test_same_file_included_twice_is_no_circle(write):
     write("lr: 1", "base.yaml")
     write("include: base.yaml", "a.yaml")
     write("include: base.yaml\nseed: 2", "b.yaml")
-    assert configfile.read(write("include: [a.yaml, b.yaml]"), {}) == ["--lr", "1", "--seed", "2"]
+    assert read(write("include: [a.yaml, b.yaml]"), {}) == ["--lr", "1", "--seed", "2"]
 
 
 def test_options_left_out_must_exist(write):
@@ -219,5 +224,5 @@ def test_stray_value_is_not_taken_by_the_file():
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_configs_can_be_read(path, monkeypatch):
-    argv = configfile.read(str(path), {})
+    argv = read(str(path), {})
     assert "--num-layers" in argv

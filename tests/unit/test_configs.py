@@ -29,7 +29,7 @@ def parse(parser, monkeypatch):
     from megatron.training import arguments
 
     def parse_file(path: Path, world_size: int):
-        args = parser.parse_args([*configfile.read(str(path)), "--mock-data"])
+        args = parser.parse_args([*configfile.load(str(path)).argv, "--mock-data"])
         args.rank, args.world_size = 0, world_size
         assert rules.run(args, rules.base_rules()) == []
         monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
@@ -62,7 +62,7 @@ def test_all_are_listed():
 
 @each_config
 def test_every_key_is_an_option(path, parser):
-    flags = [word for word in configfile.read(str(path)) if word.startswith("--")]
+    flags = [word for word in configfile.load(str(path)).argv if word.startswith("--")]
     unknown = [flag for flag in flags if flag not in parser._option_string_actions]
     assert not unknown, f"{path}: no option of Megatron"
 
@@ -102,5 +102,5 @@ def test_gpu_configs_use_what_a_gpu_offers(name, parse):
 
 def test_cpu_config_has_no_flag_that_cpu_mode_sets(parser):
     """What CPU needs is the launcher's business: the same file must be usable with and without --cpu."""
-    flags = configfile.read(str(ROOT / "configs" / "gpt-cpu-small.yaml"))
+    flags = configfile.load(str(ROOT / "configs" / "gpt-cpu-small.yaml")).argv
     assert not {"--distributed-backend", "--transformer-impl", "--attention-backend"} & set(flags)

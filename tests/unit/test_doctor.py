@@ -208,7 +208,15 @@ def test_missing_package(software, monkeypatch):
     assert finding.fix == f"{sys.executable} -m pip install no-such-package"
 
 
-def test_optional_packages(software, monkeypatch):
+@pytest.fixture
+def gpu_packages(monkeypatch):
+    """Optional packages can be found: conftest.py hides them from all tests."""
+    for package in doctor_software.OPTIONAL:
+        monkeypatch.setitem(sys.modules, package, None)  # put back what was there, whatever a test imports
+        del sys.modules[package]
+
+
+def test_optional_packages(software, gpu_packages):
     write(
         software.root,
         {
@@ -222,12 +230,25 @@ def test_optional_packages(software, monkeypatch):
     found = software(cpu=False)
     assert "not NVIDIA's Apex" in only(found, "apex").value
     assert "uninstall apex" in only(found, "apex").fix
-    assert only(found, "flash_attn").value == "is installed but cannot be imported: undefined symbol"
+    assert only(found, "flash_attn").value == "is installed but cannot be imported: OSError: undefined symbol"
     assert only(found, "flash_attn").level == "FAIL"
     found = software(cpu=True)
     assert only(found, "flash_attn") == Finding(
         "ok", "flash_attn", "installed; hidden from Megatron under --cpu"
     )
+
+
+@pytest.mark.parametrize("package", ["transformer_engine", "flash_attn", "apex"])
+@pytest.mark.parametrize("error", ["AssertionError('no GPU')", "KeyError('sm_100')", "Exception()"])
+def test_whatever_an_optional_package_raises_is_a_finding(software, gpu_packages, package, error):
+    """Megatron imports these packages, too: then its own import is a second finding."""
+    apex = {"apex/__init__.py": "", "apex/multi_tensor_apply/__init__.py": ""}  # as NVIDIA's has it
+    write(software.root, apex | {f"{package}/__init__.py": f"raise {error}\n"})
+    found = software({"megatron/training/__init__.py": f"import {package}\n"}, cpu=False)
+    name = error.partition("(")[0]
+    assert only(found, package).level == "FAIL"
+    assert only(found, package).value.startswith(f"is installed but cannot be imported: {name}: ")
+    assert only(found, "import megatron").level == "FAIL"
 
 
 def test_pythonpath(software, monkeypatch, tmp_path):

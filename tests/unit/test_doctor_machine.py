@@ -37,6 +37,7 @@ def cuda(monkeypatch):
             torch.cuda, "get_device_properties", lambda i: Properties("GPU", *devices[i], 80 << 30)
         )
         monkeypatch.setattr(doctor_gpu, "nvidia_smi", lambda: list(seen))
+        monkeypatch.setattr(doctor_gpu, "matmul", lambda index: None)
 
     return have
 
@@ -76,6 +77,57 @@ def test_no_gpu(cuda, monkeypatch, required, seen, visible, level, text):
     assert finding.level == level
     assert finding.value.startswith(text)
     assert finding.fix
+
+
+def test_gpu_that_cannot_compute(cuda, monkeypatch):
+    """Whatever torch raises there: doctor names the GPU and goes on with the next."""
+
+    def matmul(index):
+        if index == 1:
+            raise AssertionError("uncorrectable ECC error")
+
+    cuda((9, 0), (9, 0), (9, 0), seen=[("H100", "580.1")] * 3)
+    monkeypatch.setattr(doctor_gpu, "matmul", matmul)
+    _, found = doctor_gpu.gpus(required=True)
+    assert levels(found) == [("ok", "GPU 0"), ("FAIL", "GPU 1"), ("ok", "GPU 2"), ("ok", "CUDA")]
+    assert found[1].value.endswith(": cannot do a small matmul: AssertionError: uncorrectable ECC error")
+    assert found[1].fix
+
+
+def test_matmul_is_on_the_gpu_it_is_asked_for(monkeypatch):
+    """On torch's `meta` device, which any machine has, the calls are real."""
+    import torch
+
+    asked, waited = [], []
+
+    def device(kind, index):
+        asked.append((kind, index))
+        return "meta"
+
+    monkeypatch.setattr(torch, "device", device)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    doctor_gpu.matmul(2)
+    assert (asked, waited) == ([("cuda", 2)], [2])
+
+
+@pytest.mark.parametrize("devices", [[], [(9, 0)]], ids=["no GPU", "one GPU"])
+def test_nvidia_smi_that_hangs(cuda, tmp_path, monkeypatch, devices):
+    ask = doctor_gpu.nvidia_smi
+    cuda(*devices)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nwhile :; do :; done\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(doctor_gpu, "nvidia_smi", ask)
+    monkeypatch.setattr(doctor_gpu, "SMI_TIMEOUT_S", 0.2)
+    _, found = doctor_gpu.gpus(required=False)
+    assert found[0].level == "FAIL"
+    assert found[0].name == "nvidia-smi"
+    assert found[0].value.startswith("gave no answer within 0.2 s")
+    rest = levels(found[1:])
+    assert rest == ([("ok", "GPU 0"), ("ok", "CUDA")] if devices else [("warn", "GPU")])
+    if devices:
+        assert "driver unknown (nvidia-smi hangs)" in found[2].value
 
 
 def test_cpu_runs_do_not_ask_for_gpus():

@@ -38,7 +38,7 @@ FAST = Feature(
     config=FastConfig,
     enabled=lambda flags: flags.fast_mode != "off",
     rules=(fast_needs_even_layers,),
-    patches=lambda: [patch("fast")],
+    patches=lambda context: [patch("fast")],
     groups=lambda args: {"fast": [(0, 1)]},
     checks=("bytes",),
     conflicts=STOCK_WORKS
@@ -53,7 +53,7 @@ DENSE = Feature(
     status="ready",
     enabled=lambda flags: flags.spec == ["dense"],
     stock_flags=("--spec",),
-    patches=lambda: [patch("dense")],
+    patches=lambda context: [patch("dense")],
     conflicts=STOCK_WORKS,
 )
 LATER = Feature(name="later", title="Later", what="comes later", status="planned")
@@ -141,7 +141,7 @@ def test_checks_that_no_feature_offers(names, on, text):
 
 
 def test_patches_of_a_feature():
-    assert [p.feature for f in (FAST, DENSE, LATER) for p in f.patches()] == ["fast", "dense"]
+    assert [p.feature for f in (FAST, DENSE, LATER) for p in f.patches(None)] == ["fast", "dense"]
     assert FAST.groups(gpt()) == {"fast": [(0, 1)]}
     assert LATER.groups(gpt()) == {}
 
@@ -191,7 +191,7 @@ def test_names_are_unique():
 @pytest.mark.parametrize("feature", [f for f in FEATURES if f.status == "planned"], ids=lambda f: f.name)
 def test_planned_features_bring_nothing(feature):
     assert feature.config is None
-    assert feature.patches() == []
+    assert feature.patches(None) == []
     assert (feature.rules, feature.checks, feature.stock_flags, feature.doc) == ((), (), (), None)
 
 

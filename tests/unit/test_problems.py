@@ -46,12 +46,21 @@ def test_long_problems_are_wrapped_and_options_stay_whole():
     assert all(not line.endswith("-") for line in lines[2:-1])
 
 
-def test_other_ranks_exit_silently(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("found", "line"),
+    [
+        (["No file x.\n  details"], "megatron_ext: rank 3 refuses as well, 1 problem: No file x.\n"),
+        (["One.", "Two."], "megatron_ext: rank 3 refuses as well, 2 problems, the first: One.\n"),
+    ],
+)
+def test_without_torchrun_other_ranks_say_one_line_at_once(capsys, monkeypatch, found, line):
+    """The problem may be this rank's alone (a file that is missing on its node)."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waited"))
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SystemExit) as stop:
-        problems.refuse(["x"])
+        problems.refuse(found)
     assert stop.value.code == 2
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", line)
 
 
 def test_rank_argument_wins(capsys, monkeypatch):

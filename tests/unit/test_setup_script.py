@@ -112,8 +112,31 @@ def machine(tmp_path) -> Machine:
 def test_tested_version_comes_first(machine):
     for minor in (12, 13, 14):
         machine.python(f"python3.{minor}", f"3.{minor}.1")
-    machine.python("python3", "3.13.1")
+    machine.python("python3", "3.14.1")
     assert f"with {machine.bin}/python3.12\n" in machine.setup().stdout
+
+
+def test_newer_default_python_is_passed_over(machine):
+    machine.python("python3", "3.14.0")
+    root = machine.home / ".pyenv"
+    for version in ("3.13.2", "3.14.0"):
+        machine.python(root / "versions" / version / "bin" / "python", version)
+    assert f"with {root}/versions/3.13.2/bin/python\n" in machine.setup().stdout
+
+
+@pytest.mark.parametrize("names", [("python3.14", "python3"), ("python3.14",)], ids=" ".join)
+def test_newer_python_alone_is_refused(machine, names):
+    for name in names:
+        machine.python(name, "3.14.0")
+    done = machine.run()
+    assert done.returncode == 1
+    assert "no usable Python 3.12 or 3.13 was found" in done.stderr
+    if "python3" in names:
+        assert f"{machine.bin}/python3: Python 3.14.0 is newer than 3.13" in done.stderr
+        assert "megatron-core has no wheel for it" in done.stderr
+    else:
+        assert "there is no python3.12, python3.13, python3 or python" in done.stderr
+    assert machine.calls() == []
 
 
 def test_shim_that_does_not_run_is_passed_over(machine):
@@ -158,13 +181,16 @@ def test_python_variable_wins(machine, tmp_path):
     assert f"with {chosen}\n" in machine.setup(PYTHON=str(chosen)).stdout
 
 
-def test_python_variable_that_is_too_old(machine):
+@pytest.mark.parametrize(
+    ("version", "reason"), [("3.10.2", "is older than 3.12"), ("3.14.1", "is newer than 3.13")]
+)
+def test_python_variable_of_another_version(machine, tmp_path, version, reason):
     machine.python("python3.12")
-    old = machine.python("python3.10", "3.10.2")
-    done = machine.run(PYTHON=str(old))
+    other = machine.python(tmp_path / "other" / "python", version)
+    done = machine.run(PYTHON=str(other))
     assert done.returncode == 1
-    assert f"PYTHON={old} cannot be used: Python 3.10.2 is older than 3.12." in done.stderr
-    assert "unset it" in done.stderr
+    assert f"PYTHON={other} cannot be used: Python {version} {reason}" in done.stderr
+    assert "Set PYTHON to a Python 3.12 or 3.13 that has venv, or unset it" in done.stderr
 
 
 def test_other_systems_are_refused(machine):

@@ -1,0 +1,9 @@
+"""Set before any test imports torch: every test sees a machine without GPU packages and without compilation."""
+
+import os
+
+from megatron_ext import cpu
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+cpu.set_environment()
+cpu.hide_gpu_packages()
