@@ -5,8 +5,8 @@
 It follows Megatron's own conventions (`forward_step` returns output and a partial loss function that reports
 the summed loss and the token count), so anything that works with it works with upstream's script, too.
 
-Imports stand in the functions: to save a checkpoint, Megatron spawns a process per rank that imports this file
-anew, and would otherwise load all of torch and Megatron for nothing.
+Imports stand in the functions: to save a checkpoint, Megatron spawns a process per rank that imports this
+file anew, and would otherwise load all of torch and Megatron for nothing.
 """
 
 from functools import partial
