@@ -1,4 +1,4 @@
-"""Set before any test imports torch: every test sees a machine without GPU packages and without compilation."""
+"""Set before any test imports torch: no GPU packages, no compilation."""
 
 import os
 

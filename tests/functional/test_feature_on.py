@@ -1,4 +1,4 @@
-"""A feature that is on: flag, rule, patch, group, counted bytes, log and record, with a toy that changes nothing.
+"""A feature that is on: flag, rule, patch, group, bytes, log and record, with a toy that changes nothing.
 
 The toy sums the inputs of some layers over a group of its own and throws the sum away, so that losses stay
 stock's and everything else shows that it ran. docs/adding-a-feature.md explains the parts.
@@ -50,7 +50,7 @@ def toy_lists() -> list[tuple[int, ...]]:
 def too_rare(args) -> str | None:
     if args.toy_every <= args.num_layers:
         return None
-    return f"--toy-every {args.toy_every} is above --num-layers {args.num_layers}: no layer is reached. Lower it."
+    return f"--toy-every {args.toy_every} is above --num-layers {args.num_layers}: it does nothing. Lower it."
 
 
 TOY = Feature(
@@ -92,7 +92,7 @@ def test_feature_runs_and_says_so(tmp_path):
         assert patch["target"] == TARGET
         assert patch["sites"] == [TARGET]
         assert start["groups"]["toy"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        # One of two layers a stage, 8 microbatches, all-reduce over 2 ranks sends the tensor once: [32, 1, 64] fp32.
+        # One layer a stage, 8 microbatches; all-reduce over 2 ranks sends [32, 1, 64] fp32 once.
         for line in run.steps(rank):
             (entry,) = [e for e in line["traffic"] if e["feature"] == "toy"]
             assert entry == {

@@ -130,7 +130,7 @@ def test_config_file_with_the_command_line_on_top(tmp_path):
 
 
 def test_compare_reads_the_records_of_real_runs(tmp_path, capsys):
-    """One rank and two data-parallel ranks from the same weights: the tool agrees; other data: it does not."""
+    """One rank and two data-parallel ranks, same weights: agreement; another seed: none."""
     one = train(tmp_path / "one", 1, steps=4)
     train(tmp_path / "two", 2, steps=4)
     train(tmp_path / "other", 1, "--seed", "8", steps=4)
