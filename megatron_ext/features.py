@@ -153,13 +153,13 @@ def _checks_not_offered(args: Namespace, on: Sequence[Feature]) -> list[str]:
 
 def patch_catalogue(table: Sequence[Feature] = FEATURES) -> "list[Patch]":
     """Every patch that any switch can install: what `megatron-ext lock` writes down. Imports megatron."""
-    from megatron_ext import compat, config, cpu, groups, launch, record
+    from megatron_ext import compat, config, cpu, groups, launcher, record
 
     context = Context(config.preparse([], configs(table), stock_flags(table)), groups.GroupRegistry())
     parts: Iterable[list[Patch]] = (
         compat.workarounds_catalogue(),
         cpu.catalogue(),
-        launch.catalogue(),
+        launcher.catalogue(),
         record.catalogue(),
         groups.catalogue(),
         *(f.patches(context) for f in table),
