@@ -230,13 +230,21 @@ def test_replace_goes_below_wraps_wherever_it_is_listed(upstream):
 
 
 def test_same_patch_twice_is_once(upstream):
-    with apply(wrap("scale"), wrap("scale")) as first:
+    same = wrap("scale")
+    with apply(same, same) as first:
         assert len(first.records) == 1
         assert upstream.scale(1) == 102
         with apply(wrap("scale")) as second:  # a catalogue that is built anew
             assert second.records == []
             assert upstream.scale(1) == 102
         assert upstream.scale(1) == 102
+
+
+def test_two_makers_of_one_name_are_not_one_patch(upstream):
+    """Closures of one factory with the same reason: one would be dropped in silence."""
+    with pytest.raises(PatchError, match="two patches with the same reason and maker name"):
+        apply(wrap("scale"), wrap("scale"))
+    assert upstream.scale(1) == 2
 
 
 def test_two_replaces_of_one_object_conflict(upstream):
