@@ -150,6 +150,7 @@ class Launcher:
             log = (lambda text: None) if quiet else self.log
             self._applied.append(patching.apply(patches, contract=contract, log=log))
         except PatchError as error:
+            self.undo()
             problems.refuse([f"A patch cannot be applied, so nothing was patched and nothing runs.\n{error}"])
 
     def undo(self) -> None:

@@ -12,7 +12,14 @@ from tests.functional.runs import MODEL, REPO, SCRIPT, launch, merged
 from tests.ranks import run_ranks
 
 
-def refused(*extra: str, world: int = 1, launcher: tuple = ("--cpu",), script=SCRIPT, before=lambda: None):
+def refused(
+    *extra: str,
+    world: int = 1,
+    launcher: tuple = ("--cpu",),
+    script=SCRIPT,
+    before=lambda: None,
+    unpatched=False,
+):
     """Launch, check that every rank exits 2 before any process group exists; the text of rank 0."""
     args = merged(MODEL, ["--mock-data", "--train-iters", "2"], list(extra))
 
@@ -20,10 +27,12 @@ def refused(*extra: str, world: int = 1, launcher: tuple = ("--cpu",), script=SC
         import torch.distributed
 
         before()
+        stock_zeros = torch.zeros
         try:
             launch([*launcher, str(script), *args])
         finally:
             assert not torch.distributed.is_initialized()
+            assert torch.zeros is stock_zeros or not unpatched
 
     results = run_ranks(world, body, check=False)
     assert [r.exit_code for r in results] == [2] * world, [r.error or r.output[-2000:] for r in results]
@@ -120,7 +129,8 @@ def test_patch_target_gone(tmp_path):
 
         del megatron.training.training.train_step
 
-    text = refused("--ext-report", str(tmp_path), before=remove)
+    # Even torch, which --cpu patches before Megatron is looked at, is as it was.
+    text = refused("--ext-report", str(tmp_path), before=remove, unpatched=True)
     assert "megatron.training.training:train_step" in text
     assert "nothing was patched and nothing runs" in text
 
