@@ -52,6 +52,13 @@ class RunConfig:
     """Self-checks at run time, separated by commas: bytes (sent bytes equal the formulas), replicas
     (replicated parameters stay equal on all ranks), layouts (shards have the shapes they should)."""
 
+    ext_trace: str | None = None
+    """Folder for the measured times of every pass and transfer of one step, for features with a pipeline
+    schedule of ours. `megatron-ext trace --measured` draws them beside the plan."""
+
+    ext_trace_step: int = 3
+    """Step that is traced, counted from 1."""
+
     ext_dump_grads: str | None = None
     """Folder for a dump of all gradients of one step, before the optimizer step, under stock names and global
     shapes. `megatron-ext grads` compares two of them."""

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.compositions import STOCK_OPTIONS, UNTESTED, WORKS
 from megatron_ext.config import RunConfig
+from megatron_ext.vocab import rules as vocab_rules
+from megatron_ext.vocab.config import VocabConfig
+from megatron_ext.vocab.install import vocab_groups, vocab_patches
 
 if TYPE_CHECKING:
     from megatron_ext.groups import GroupRegistry
@@ -73,7 +76,39 @@ FEATURES: tuple[Feature, ...] = (
         name="vocab",
         title="Vocabulary parallelism",
         what="shares the embedding and the output layer out to all pipeline stages, which balances them",
-        status="planned",
+        status="ready",
+        config=VocabConfig,
+        enabled=lambda flags: flags.vocab_parallel != "off",
+        rules=vocab_rules.RULES,
+        patches=vocab_patches,
+        groups=vocab_groups,
+        checks=("bytes", "layouts"),
+        conflicts={
+            "tp": WORKS,
+            "sp": WORKS,
+            "pp": WORKS,
+            "interleaved": "vocabulary passes are placed in plain 1F1B so far. Remove "
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank.",
+            "dp": WORKS,
+            "distopt": WORKS,
+            "instances": UNTESTED,
+            "overlap": WORKS,
+            "cp": UNTESTED,
+            "recompute": WORKS,
+            "bf16": WORKS,
+            "fp16": WORKS,
+            "fp8": UNTESTED,
+            "moe": "losses of experts are not placed in its schedule yet. Remove --num-experts.",
+            "mla": UNTESTED,
+            "mtp": "a second prediction head has no passes in the schedule yet. Remove --mtp-num-layers.",
+            "hybrid": "only GPTModel's vocabulary layers are shared out. Remove --hybrid-layer-pattern.",
+            "fsdp": "it shards parameters that the vocabulary passes use directly. Remove --use-megatron-fsdp; "
+            "--use-distributed-optimizer works.",
+            "fsdp2": "it shards parameters that the vocabulary passes use directly. Remove --use-torch-fsdp2; "
+            "--use-distributed-optimizer works.",
+            "graphs": "its passes are not captured. Remove the CUDA graph options.",
+        },
+        doc="docs/vocabulary-parallelism.md",
     ),
     Feature(
         name="linear3d",

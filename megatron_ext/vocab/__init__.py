@@ -1,0 +1,1 @@
+"""Vocabulary parallelism: the embedding and the output layer, shared out to all pipeline ranks."""
