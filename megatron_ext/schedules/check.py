@@ -1,3 +1,164 @@
-# STAND-IN BY THE LEAD: SCHED overwrites this file.
-def check(program):
-    pass
+"""Proves that a program can run and is what it says, before anything runs.
+
+    check(lower(build(4, 8, vocab="vocab-2")))      # raises ScheduleError, with the grid and the place marked
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from megatron_ext.schedules.action import COLLECTIVES, P2P, Action, needs
+from megatron_ext.schedules.build import Schedule
+from megatron_ext.schedules.costs import Costs
+from megatron_ext.schedules.lower import Program
+from megatron_ext.schedules.simulate import Deadlock, simulate
+
+
+class ScheduleError(ValueError):
+    """A program that must not run; the text shows every rank's list around the place."""
+
+
+def check(program: Program) -> None:
+    """Check a program.
+
+    Every pass runs once for every microbatch; what a pass or launch needs comes before it; collectives are
+    launched in one order by all ranks, and transfers in one order at both ends; nothing deadlocks; and no rank
+    holds more microbatches than the schedule says.
+
+    Raises:
+        ScheduleError: names what is wrong, the rank and the action.
+    """
+    schedule = program.schedule
+    _check_passes(program)
+    for rank in range(schedule.p):
+        _check_needs(program, rank)
+        _check_in_flight(program, rank)
+    _check_collectives(program)
+    _check_transfers(program)
+    try:
+        simulate(program, Costs())
+    except Deadlock as error:
+        raise ScheduleError(_with_grid(str(error), program, dict(enumerate(error.places)))) from None
+
+
+def expected_passes(schedule: Schedule, rank: int) -> dict[str, int]:
+    """How often each kind of pass runs on a rank."""
+    kinds = ["F"] if schedule.forward_only else ["F", "B"]
+    if schedule.vocab != "off":
+        kinds += ["IF", "S"]
+        kinds += ["U"] if schedule.vocab == "naive" else []
+        kinds += [] if schedule.forward_only else ["IB", "T"]
+        kinds += ["L"] if rank == schedule.p - 1 else []
+    return dict.fromkeys(kinds, schedule.m)
+
+
+def _check_passes(program: Program) -> None:
+    schedule = program.schedule
+    for rank, row in enumerate(program.ranks):
+        for action, count in Counter(row).items():
+            if count > 1:
+                places = [at for at, other in enumerate(row) if other == action]
+                raise _error(f"rank {rank} has {action} {count} times", program, rank, places[1])
+        passes = [action for action in row if action.kind not in COLLECTIVES + P2P]
+        for kind, count in expected_passes(schedule, rank).items():
+            found = sorted(action.microbatch for action in passes if action.kind == kind)
+            if found != list(range(count)):
+                missing = sorted(set(range(count)) - set(found))
+                raise _error(
+                    f"rank {rank} should run {kind} for microbatches 0 to {count - 1}, but runs "
+                    f"{len(found)} of them" + (f"; {kind}{missing[0]} is missing" if missing else ""),
+                    program,
+                    rank,
+                    len(row) - 1,
+                )
+        extra = next((a for a in passes if a.kind not in expected_passes(schedule, rank)), None)
+        if extra is not None:
+            raise _error(f"rank {rank} has {extra}, which has no place here", program, rank, row.index(extra))
+
+
+def _check_needs(program: Program, rank: int) -> None:
+    schedule, row = program.schedule, program.ranks[rank]
+    seen: set[Action] = set()
+    for at, action in enumerate(row):
+        for need in needs(action, rank, schedule.p, schedule.vocab):
+            if need not in seen:
+                where = "comes after it" if need in row else "is missing"
+                raise _error(f"rank {rank}: {action} needs {need}, which {where}", program, rank, at)
+        seen.add(action)
+
+
+def _check_in_flight(program: Program, rank: int) -> None:
+    schedule = program.schedule
+    if schedule.forward_only:
+        return
+    now = 0
+    for at, action in enumerate(program.ranks[rank]):
+        now += (action.kind == "F") - (action.kind == "B")
+        if now > schedule.caps[rank]:
+            raise _error(
+                f"rank {rank} holds {now} microbatches at {action}, and {schedule.caps[rank]} are allowed",
+                program,
+                rank,
+                at,
+            )
+
+
+def _check_collectives(program: Program) -> None:
+    expected = program.schedule.collectives
+    for rank, row in enumerate(program.ranks):
+        launched = [(at, action) for at, action in enumerate(row) if action.kind in COLLECTIVES]
+        found = tuple(action for _, action in launched)
+        if found == expected:
+            continue
+        first = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), None)
+        if first is None:
+            more, fewer = len(found) > len(expected), len(found) < len(expected)
+            what = f"{'more' if more else 'fewer'} collectives than the others"
+            at = launched[len(expected)][0] if more else len(row) - 1
+            assert more or fewer
+        else:
+            what = f"{found[first]} where the other ranks have {expected[first]}"
+            at = launched[first][0]
+        raise _error(f"collective order: rank {rank} launches {what}", program, rank, at)
+
+
+def _check_transfers(program: Program) -> None:
+    for lower, upper in pairwise(range(program.schedule.p)):
+        for sender, receiver, kinds in ((lower, upper, ("SF", "RF")), (upper, lower, ("SB", "RB"))):
+            sent = _of_kind(program.ranks[sender], kinds[0])
+            received = _of_kind(program.ranks[receiver], kinds[1])
+            if sent != received:
+                wrong = next((b for a, b in zip(sent, received, strict=False) if a != b), None)
+                at = len(program.ranks[receiver]) - 1
+                if wrong is not None:
+                    at = program.ranks[receiver].index(Action(kinds[1], *wrong))
+                raise _error(
+                    f"transfer order: rank {sender} sends {kinds[0]} of microbatches {[i for i, _ in sent]}, "
+                    f"rank {receiver} receives {[i for i, _ in received]}",
+                    program,
+                    receiver,
+                    at,
+                )
+
+
+def _of_kind(row: Sequence[Action], kind: str) -> list[tuple[int, int]]:
+    return [(action.microbatch, action.chunk) for action in row if action.kind == kind]
+
+
+def _error(text: str, program: Program, rank: int, at: int) -> ScheduleError:
+    return ScheduleError(_with_grid(text, program, {rank: at}))
+
+
+def _with_grid(text: str, program: Program, places: dict[int, int], width: int = 12) -> str:
+    """The problem, and every rank's actions around the marked places."""
+    lines = [text + ". The program, with the place marked >here<:"]
+    centre = next(iter(places.values()))
+    for rank, row in enumerate(program.ranks):
+        at = places.get(rank)
+        middle = centre if at is None else at
+        begin, end = max(0, middle - width), middle + width + 1
+        words = [f">{a}<" if i == at else str(a) for i, a in enumerate(row[begin:end], start=begin)]
+        head = "... " if begin else ""
+        tail = " ..." if end < len(row) else ""
+        lines.append(f"  rank {rank}: {head}{' '.join(words)}{tail}")
+    return "\n".join(lines)

@@ -1,14 +1,23 @@
-"""Checkpoints of vocabulary shards: parts of stock's tensors, under stock's names and global shapes."""
+"""Checkpoints of vocabulary shards: parts of stock's tensors, under stock's names and global shapes.
 
-from collections.abc import Mapping
-from typing import Any
+Weights, the state of the plain optimizers, and the distributed optimizer's state under
+--dist-ckpt-optim-fully-reshardable are stored by parameter, so every layout and stock read them. The other
+format of the distributed optimizer stores its flat buffers. Vocabulary parallelism moves rows between ranks,
+so a buffer of the same size holds other parameters than stock's: these are kept apart.
+"""
 
-from torch.nn import Parameter
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
 
 
 def vocab_sharded_state_dict(
     prefix: str,
-    params: Mapping[str, tuple[Parameter, str]],
+    params: "Mapping[str, tuple[Parameter, str]]",
     padded_rows: int,
     rows: tuple[int, int],
     dp_cp_rank: int,
@@ -48,3 +57,56 @@ def vocab_sharded_state_dict(
             allow_shape_mismatch=True,
         )
     return out
+
+
+def name_buffers_apart(original: Callable) -> Callable:
+    """Wrap of `DistributedOptimizer.__init__`: its buffers get names of their own in checkpoints.
+
+    Untied and with two stages, a rank has as many vocabulary rows as in stock. Under stock's names, stock
+    would read these buffers, and this run stock's, without an error and with the states of the wrong rows.
+    """
+
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if hasattr(self, "data_parallel_group_idx"):  # not on a rank without parameters
+            self.data_parallel_group_idx = f"{self.data_parallel_group_idx}.vocab"
+
+    return __init__
+
+
+def refuse_foreign_buffers(original: Callable) -> Callable:
+    """Wrap of `_load_base_checkpoint` that says why the buffers of a run without the feature cannot be read.
+
+    Raises:
+        ValueError: that is what would be loaded.
+    """
+
+    @functools.wraps(original)
+    def load(load_dir, args, *rest, **kwargs):
+        loaded = original(load_dir, args, *rest, **kwargs)
+        state, _, release, _ = loaded
+        if state and not release and _has_foreign_buffers(state, args):
+            raise ValueError(
+                f"The checkpoint in {load_dir} was saved without --vocab-parallel, and with the distributed "
+                "optimizer's state as flat buffers, which fit only the layout that saved them. With "
+                f"--vocab-parallel {args.vocab_parallel} ranks hold other parameters. Save it with "
+                "--dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim."
+            )
+        return loaded
+
+    return load
+
+
+def _has_foreign_buffers(state: Mapping[str, Any], args: Namespace) -> bool:
+    """Whether `state`, the part of a checkpoint that all ranks share, announces buffers of another layout."""
+    from megatron.core.dist_checkpointing import load_content_metadata
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    saved = state.get("args")
+    if saved is None or not args.use_distributed_optimizer or args.no_load_optim or args.finetune:
+        return False
+    if getattr(saved, "no_save_optim", False) or getattr(saved, "vocab_parallel", "off") != "off":
+        return False
+    kind = (load_content_metadata(preloaded_state_dict=state) or {}).get("distrib_optim_sharding_type")
+    return kind is not None and kind not in DistributedOptimizer.checkpoint_fully_reshardable_formats

@@ -1,0 +1,108 @@
+"""From slots to passes and collectives: what a slot consists of, when the loss runs, in which order data travels."""
+
+from collections.abc import Sequence
+
+from megatron_ext.schedules.action import Action
+from megatron_ext.schedules.blocks import Block, VocabBlock
+from megatron_ext.schedules.squeeze import Slot
+
+BARRIERS = {
+    "naive": {"S": "C1", "U": "C2", "T": "C3"},
+    "vocab-1": {"S": "C1", "T": "C2"},
+    "vocab-2": {"S": "C1"},
+    "interlaced": {"S": "C1", "T": "C2"},
+}
+"""The collective that follows a vocabulary pass."""
+
+
+def slot_passes(entry: Action | Slot, block: VocabBlock, m: int, forward_only: bool) -> list[Action]:
+    """The passes behind one entry of a row; L is placed by `place_losses`."""
+    if isinstance(entry, Action):
+        return [entry]
+    kinds = ("S", "U") if forward_only else ("S", "U", "T")
+    return [
+        Action(kind, entry.index - lag)
+        for kind, lag in block.slots
+        if kind in kinds and 0 <= entry.index - lag < m
+    ]
+
+
+def place_losses(row: list[Action], m: int, block: VocabBlock, vocab: str, forward_only: bool) -> list[Action]:
+    """The last rank's row with L of every microbatch.
+
+    The statistics that L needs travel while another pass runs, and so does g, which L gives: L(i) stands before
+    the last forward or backward pass that precedes the pass that needs it. Where only one pass lies between the
+    statistics' last pass and that one, L comes after it.
+    """
+    for i in range(m):
+        at = _place_of_loss(row, i, block, vocab, forward_only)
+        row = [*row[:at], Action("L", i), *row[at:]]
+    return row
+
+
+def _place_of_loss(row: list[Action], i: int, block: VocabBlock, vocab: str, forward_only: bool) -> int:
+    statistics = row.index(Action("U" if vocab == "naive" else "S", i))
+    transformer = [at for at, action in enumerate(row) if action.kind in ("F", "B")]
+    if block.synchronous:
+        return statistics + 1
+    if forward_only:
+        # Nobody waits for losses: let the statistics travel under the next forward pass.
+        later = [at for at in transformer if at > statistics]
+        return later[0] + 1 if later else len(row)
+    needed = row.index(Action("T", i))
+    if vocab == "vocab-2" and row.index(Action("B", i)) < needed:
+        return row.index(Action("B", i))
+    between = [at for at in transformer if statistics < at < needed]
+    if not between:
+        return needed
+    place = between[-1] if len(between) > 1 else between[-1] + 1
+    # Losses come in order, and a slot's passes stay together.
+    return max(place, row.index(Action("L", i - 1)) + 1) if i else place
+
+
+def canonical(
+    row: Sequence[Action | Slot], block: Block, m: int, vocab: str, forward_only: bool
+) -> list[Action]:
+    """The collectives in the order in which every rank launches them, from a row with slots and input passes.
+
+    Around a slot: what it waits for (g of the IBs behind it, G, C0), then what follows it (e of the IFs behind
+    it, then its barriers). Embeddings that fill the pipeline come after the barriers instead.
+    """
+    out: list[Action] = []
+    filling = block.cap(0, m)
+    for entry, inputs in _grouped(row):
+        forward = [a.microbatch for a in inputs if a.kind == "IF"]
+        backward = [Action("g", a.microbatch) for a in inputs if a.kind == "IB"]
+        if entry is None:
+            out += [Action("e", i) for i in forward] + backward
+            continue
+        passes = slot_passes(entry, block.vocab, m, forward_only)
+        barriers = [(BARRIERS[vocab].get(a.kind), a.microbatch) for a in reversed(passes)]
+        followed = [Action(kind, i) for kind, i in barriers if kind]
+        ready = [Action("G", a.microbatch) for a in passes if a.kind == "T"]
+        hidden = [Action("C0", a.microbatch) for a in passes if a.kind == "S"]
+        if block.vocab.synchronous:
+            inside = [followed[-1]] if forward_only else [followed[-1], *ready, followed[0]]
+            out += [*backward, *hidden, *inside, *(Action("e", i) for i in forward)]
+            continue
+        early = [Action("e", i) for i in forward if i < filling]
+        late = [Action("e", i) for i in forward if i >= filling]
+        out += [*backward, *ready, *hidden, *late, *followed, *early]
+    return out
+
+
+def _grouped(row: Sequence[Action | Slot]) -> list[tuple[Slot | None, list[Action]]]:
+    """Slots with the input passes behind them; input passes at the beginning and the end stand alone."""
+    groups: list[tuple[Slot | None, list[Action]]] = [(None, [])]
+    transformer_between = False
+    for entry in row:
+        if isinstance(entry, Slot):
+            groups.append((entry, []))
+            transformer_between = False
+        elif entry.kind in ("IF", "IB"):
+            if transformer_between and groups[-1][0] is not None:
+                groups.append((None, []))
+            groups[-1][1].append(entry)
+        else:
+            transformer_between = True
+    return groups
