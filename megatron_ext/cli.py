@@ -9,6 +9,9 @@ TOOLS = {
     "data": "turn text, jsonl or source trees into Megatron's indexed dataset and a tokenizer",
     "compare": "compare the run records of two or more runs: table, JSON, CSV and one HTML page",
     "grads": "compare two gradient dumps, parameter by parameter",
+    "memory": "memory of runs with --ext-memory, by rank and category",
+    "trace": "draw a pipeline schedule, or a traced run beside its plan",
+    "plan": "layers: the best split of layers over stages that stock can do",
 }
 
 

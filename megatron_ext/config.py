@@ -59,6 +59,15 @@ class RunConfig:
     ext_trace_step: int = 3
     """Step that is traced, counted from 1."""
 
+    ext_memory: bool = False
+    """Measure the memory of one step by category (weights, gradients, optimizer, activations, vocabulary
+    passes, communication), for --ext-report. That step takes several times as long. `megatron-ext memory`
+    shows it."""
+
+    ext_memory_step: int = 2
+    """Step whose memory is measured, counted from where this process starts or resumes; at least 2, since the
+    optimizer has no state before."""
+
     ext_dump_grads: str | None = None
     """Folder for a dump of all gradients of one step, before the optimizer step, under stock names and global
     shapes. `megatron-ext grads` compares two of them."""

@@ -82,7 +82,7 @@ FEATURES: tuple[Feature, ...] = (
         rules=vocab_rules.RULES,
         patches=vocab_patches,
         groups=vocab_groups,
-        checks=("bytes", "layouts"),
+        checks=("bytes",),
         conflicts={
             "tp": WORKS,
             "sp": WORKS,
@@ -102,10 +102,10 @@ FEATURES: tuple[Feature, ...] = (
             "mla": UNTESTED,
             "mtp": "a second prediction head has no passes in the schedule yet. Remove --mtp-num-layers.",
             "hybrid": "only GPTModel's vocabulary layers are shared out. Remove --hybrid-layer-pattern.",
-            "fsdp": "it shards parameters that the vocabulary passes use directly. Remove --use-megatron-fsdp; "
-            "--use-distributed-optimizer works.",
-            "fsdp2": "it shards parameters that the vocabulary passes use directly. Remove --use-torch-fsdp2; "
-            "--use-distributed-optimizer works.",
+            "fsdp": "it shards parameters that the vocabulary passes use directly. Remove "
+            "--use-megatron-fsdp; --use-distributed-optimizer works.",
+            "fsdp2": "it shards parameters that the vocabulary passes use directly. Remove "
+            "--use-torch-fsdp2; --use-distributed-optimizer works.",
             "graphs": "its passes are not captured. Remove the CUDA graph options.",
         },
         doc="docs/vocabulary-parallelism.md",

@@ -78,7 +78,8 @@ def run(launcher: Launcher) -> None:
     if stop is not None and stop.code not in (None, 0):
         _end(launcher, f"exit code {stop.code}")
         raise stop
-    missed = launcher.dump.missed() if launcher.dump is not None else None
+    asked = (launcher.dump, launcher.memory)
+    missed = "\n".join(text for text in (part.missed() for part in asked if part is not None) if text) or None
     _end(launcher, missed)
     if missed:
         raise RuntimeError(missed)

@@ -53,6 +53,7 @@ class Launcher:
         self.groups: Any = None
         self.record: Any = None
         self.dump: Any = None
+        self.memory: Any = None
         self._applied: list[Applied] = []
         self._parser: Any = None
 
@@ -122,7 +123,7 @@ class Launcher:
         return load_contract(compat.megatron_version())
 
     def _patches(self) -> list[Patch]:
-        from megatron_ext import checks, grads, groups, record
+        from megatron_ext import checks, grads, groups, memory_step, record
 
         out = list(compat.workarounds_present(self.args))
         if self.options.cpu:
@@ -135,11 +136,15 @@ class Launcher:
             out += feature.patches(features.Context(self.flags, self.groups))
         # The record comes last: wraps compose in order, so it sees what everything else did.
         out += checks.patches(self.flags.ext_check)
+        if self.flags.ext_memory:
+            self.memory = memory_step.StepMemory(self.flags.ext_memory_step)
+            out += self.memory.patches()
         if self.flags.ext_dump_grads:
             self.dump = grads.GradientDump(self.flags.ext_dump_grads, self.flags.ext_dump_grads_step)
             out += self.dump.patches()
         if self.flags.ext_report:
             self.record = record.RunRecord(self.flags.ext_report, self.rank, {})
+            self.record.memory = self.memory
             out += record.patches(self.record)
         return out
 
@@ -279,7 +284,8 @@ def group_patches(launcher: Launcher | None) -> list[Patch]:
 
 
 def catalogue() -> list[Patch]:
-    """Patches of the launcher, its gradient dump and its checks, for the contract."""
-    from megatron_ext import checks, grads
+    """Patches of the launcher, its gradient dump, memory report and checks, for the contract."""
+    from megatron_ext import checks, grads, memory_step
 
-    return argument_patches(None) + group_patches(None) + grads.catalogue() + checks.catalogue()
+    own = argument_patches(None) + group_patches(None)
+    return own + grads.catalogue() + memory_step.catalogue() + checks.catalogue()

@@ -60,6 +60,8 @@ class RunRecord:
         self._base_rss = _rss_bytes()
         self._on_gpu = False
         self._startup_peak: int | None = None
+        self.memory: Any = None
+        """A `memory_step.StepMemory`, when memory is measured by category."""
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line in a single system call."""
@@ -137,6 +139,8 @@ class RunRecord:
         if losses:
             fields["loss"] = losses.get("lm loss", next(iter(losses.values())))
             fields["losses"] = losses
+        if self.memory is not None and (measured := self.memory.take()):
+            fields["memory"] = measured
         tokens = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size * args.seq_length
         self.write(
             "step",

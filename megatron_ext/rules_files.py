@@ -22,6 +22,7 @@ OUTPUT_FOLDERS = {
     "tensorboard_dir": "--tensorboard-dir",
     "ext_report": "--ext-report",
     "ext_dump_grads": "--ext-dump-grads",
+    "ext_trace": "--ext-trace",
 }
 
 

@@ -156,6 +156,36 @@ def dumped_step_exists(args: Namespace) -> str | None:
     )
 
 
+def measured_step_can_be_written(args: Namespace) -> str | None:
+    """--ext-memory puts its result into the run record, and needs a step with optimizer states."""
+    if not getattr(args, "ext_memory", False):
+        return None
+    step, found = args.ext_memory_step, []
+    if step < 2:
+        found.append(f"--ext-memory-step {step} comes before the optimizer has states. Use 2 or a later step")
+    if getattr(args, "ext_report", None) is None:
+        found.append("--ext-memory writes into the run record, and there is none. Add --ext-report DIR")
+    return ". ".join(found) + "." if found else None
+
+
+def traced_step_has_a_schedule(args: Namespace) -> str | None:
+    """--ext-trace records the actions of a pipeline schedule of ours."""
+    if getattr(args, "ext_trace", None) is None:
+        return None
+    if getattr(args, "vocab_parallel", "off") == "off":
+        return (
+            f"--ext-trace {args.ext_trace} records the passes of a pipeline schedule of this package, and "
+            "stock's runs here. Add --vocab-parallel vocab-2, or leave --ext-trace out."
+        )
+    last = args.train_iters
+    if args.ext_trace_step >= 1 and (not last or args.ext_trace_step <= last):
+        return None
+    return (
+        f"--ext-trace-step {args.ext_trace_step} is no step of this run: steps count from 1"
+        f"{f' to {last} (--train-iters)' if last else ''}. Set it within."
+    )
+
+
 def self_checks_know_the_wrapper(args: Namespace) -> str | None:
     """The replica check and the gradient dump read Megatron's own DistributedDataParallel."""
     sharded = [n for n in ("use_megatron_fsdp", "use_torch_fsdp2") if getattr(args, n, False)]
@@ -179,5 +209,7 @@ TRAINING_RULES = (
     positions_cover_sequence,
     learning_rate,
     dumped_step_exists,
+    measured_step_can_be_written,
+    traced_step_has_a_schedule,
     self_checks_know_the_wrapper,
 )

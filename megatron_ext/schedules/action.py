@@ -4,7 +4,8 @@ A schedule is lists of actions, one list per pipeline rank. Passes compute, one 
 
     F B     forward and backward of the transformer layers of a stage
     IF IB   forward and backward of a rank's shard of the input embedding
-    S       output pass: logits and local statistics (vocab-2: also the softmax part of dX; naive: local maximum)
+    S       output pass: logits and local statistics
+            (vocab-2: also the softmax part of dX; naive: local maximum only)
     U       naive only: exponentials and sums under the global maximum
     T       weight gradient of the output shard (but for vocab-2 also its part of dX)
     L       last rank only: the loss function, which gives g, the gradient of the per-token losses

@@ -1,10 +1,10 @@
 """Building blocks: the passes of one microbatch on all ranks, from which whole schedules are unrolled.
 
-A block repeats with a uniform period, the time of one forward and one backward pass. Vocabulary passes come in
-slots: slot j of a rank holds the passes that all ranks run between the same two barriers, `S(j)` and what is due
-for earlier microbatches. A barrier needs every rank, and the ranks run their slots at different times within a
-period, so each barrier makes the last stage's backward pass start one period later: with k barriers each rank
-has k more microbatches in flight (Yeung et al., arXiv 2411.05288, section 4).
+A block repeats with a uniform period, the time of one forward and one backward pass. Vocabulary passes come
+in slots: slot j of a rank holds the passes that all ranks run between the same two barriers, `S(j)` and what
+is due for earlier microbatches. A barrier needs every rank, and the ranks run their slots at different times
+within a period, so each barrier makes the last stage's backward pass start one period later: with k barriers
+each rank has k more microbatches in flight (Yeung et al., arXiv 2411.05288, section 4).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ class VocabBlock:
     """How an algorithm's vocabulary passes are placed."""
 
     slots: tuple[tuple[str, int], ...]
-    """Passes of slot j in the order they run, with how many microbatches they lag behind: ("T", 1) is T(j-1)."""
+    """Passes of slot j in the order they run, with how many microbatches they lag behind: ("T", 1) is
+    T(j-1)."""
     barriers: int
     """Periods by which the backward half is later than without vocabulary passes."""
     synchronous: bool = False
@@ -69,7 +70,8 @@ class Block:
         return max(1, min(self.p - rank + self.delay(), m))
 
     def start(self, kind: str, rank: int, index: int) -> float:
-        """When pass "F" or "B" of microbatch `index`, or "slot" number `index`, starts in the repeated block."""
+        """When pass "F" or "B" of microbatch `index`, or "slot" number `index`, starts in the repeated
+        block."""
         at = index * self.period
         if kind == "F":
             return at + rank * self.forward

@@ -4,9 +4,9 @@
     schedule.ranks[0]       # (IF0, IF1, F0, IF2, F1, ...), the passes of rank 0 in order
     schedule.collectives    # (e(0), e(1), ..., C0(0), C1(0), ...), the same order on all ranks
 
-The block says in which order passes should run; squeezing runs every pass as early as its inputs and the cap on
-microbatches in flight allow, and takes the pass that is first in the block where several are ready. One method
-makes all schedules, for any number of ranks and microbatches.
+The block says in which order passes should run; squeezing runs every pass as early as its inputs and the cap
+on microbatches in flight allow, and takes the pass that is first in the block where several are ready. One
+method makes all schedules, for any number of ranks and microbatches.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,10 +35,14 @@ class Schedule:
     forward_only: bool
     ranks: tuple[tuple[Action, ...], ...]
     collectives: tuple[Action, ...]
-    caps: tuple[int, ...] = field(default=())
-    """Microbatches in flight at most, by rank."""
     costs: Costs = field(default_factory=Costs)
     """What the order was made for."""
+
+    def cap(self, rank: int) -> int:
+        """Microbatches in flight at most: min(p - rank + k, m) with k of the vocabulary mode."""
+        if self.forward_only:
+            return self.m
+        return Block.of(self.p, self.vocab, self.costs).cap(rank, self.m)
 
     def in_flight(self, rank: int) -> int:
         """The largest number of forward passes without their backward pass."""
@@ -126,9 +130,8 @@ def _assemble(
     ]
     if vocab != "off":
         ranks[-1] = place_losses(ranks[-1], m, block.vocab, vocab, forward_only)
-    caps = tuple(m if forward_only else block.cap(rank, m) for rank in range(block.p))
     sequence = canonical(placed[0], block, m, vocab, forward_only) if vocab != "off" else ()
     assert all(action.kind in COLLECTIVES for action in sequence)
     return Schedule(
-        block.p, m, pipeline, vocab, forward_only, tuple(map(tuple, ranks)), tuple(sequence), caps, costs
+        block.p, m, pipeline, vocab, forward_only, tuple(map(tuple, ranks)), tuple(sequence), costs
     )

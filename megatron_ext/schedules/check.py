@@ -1,6 +1,6 @@
 """Proves that a program can run and is what it says, before anything runs.
 
-    check(lower(build(4, 8, vocab="vocab-2")))      # raises ScheduleError, with the grid and the place marked
+check(lower(build(4, 8, vocab="vocab-2")))      # raises ScheduleError, with the grid and the place marked
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from itertools import pairwise
 from megatron_ext.schedules.action import COLLECTIVES, P2P, Action, needs
 from megatron_ext.schedules.build import Schedule
 from megatron_ext.schedules.costs import Costs
-from megatron_ext.schedules.lower import Program
+from megatron_ext.schedules.lower import Program, Stuck, lower
 from megatron_ext.schedules.simulate import Deadlock, simulate
 
 
@@ -22,8 +22,8 @@ def check(program: Program) -> None:
     """Check a program.
 
     Every pass runs once for every microbatch; what a pass or launch needs comes before it; collectives are
-    launched in one order by all ranks, and transfers in one order at both ends; nothing deadlocks; and no rank
-    holds more microbatches than the schedule says.
+    launched in one order by all ranks, and transfers in one order at both ends; nothing deadlocks; and no
+    rank holds more microbatches than the schedule says.
 
     Raises:
         ScheduleError: names what is wrong, the rank and the action.
@@ -39,6 +39,21 @@ def check(program: Program) -> None:
         simulate(program, Costs())
     except Deadlock as error:
         raise ScheduleError(_with_grid(str(error), program, dict(enumerate(error.places)))) from None
+
+
+def checked(schedule: Schedule, *, overlap: bool = True) -> Program:
+    """The program of a schedule, checked.
+
+    Raises:
+        ScheduleError: as `check` does, also when the schedule cannot be lowered to a program.
+    """
+    try:
+        program = lower(schedule, overlap=overlap)
+    except Stuck as error:
+        bare = Program(schedule, overlap, schedule.ranks)
+        raise ScheduleError(_with_grid(str(error), bare, dict(enumerate(error.places)))) from None
+    check(program)
+    return program
 
 
 def expected_passes(schedule: Schedule, rank: int) -> dict[str, int]:
@@ -91,12 +106,12 @@ def _check_in_flight(program: Program, rank: int) -> None:
     schedule = program.schedule
     if schedule.forward_only:
         return
-    now = 0
+    now, cap = 0, schedule.cap(rank)
     for at, action in enumerate(program.ranks[rank]):
         now += (action.kind == "F") - (action.kind == "B")
-        if now > schedule.caps[rank]:
+        if now > cap:
             raise _error(
-                f"rank {rank} holds {now} microbatches at {action}, and {schedule.caps[rank]} are allowed",
+                f"rank {rank} holds {now} microbatches at {action}, and {cap} are allowed",
                 program,
                 rank,
                 at,
@@ -123,8 +138,8 @@ def _check_collectives(program: Program) -> None:
 
 
 def _check_transfers(program: Program) -> None:
-    for lower, upper in pairwise(range(program.schedule.p)):
-        for sender, receiver, kinds in ((lower, upper, ("SF", "RF")), (upper, lower, ("SB", "RB"))):
+    for below, above in pairwise(range(program.schedule.p)):
+        for sender, receiver, kinds in ((below, above, ("SF", "RF")), (above, below, ("SB", "RB"))):
             sent = _of_kind(program.ranks[sender], kinds[0])
             received = _of_kind(program.ranks[receiver], kinds[1])
             if sent != received:

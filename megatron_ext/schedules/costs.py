@@ -1,4 +1,5 @@
-"""Costs of passes and transfers: what simulation, lowering and list scheduling are given. Seconds, or any unit."""
+"""Costs of passes and transfers: what simulation, lowering and list scheduling are given. Seconds, or any
+unit."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,8 @@ class Costs:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != p:
                 raise ValueError(
-                    f"{name} has {len(value)} values, but there are {p} pipeline ranks: give one per rank, or one"
+                    f"{name} has {len(value)} values, but there are {p} pipeline ranks: give one number "
+                    "per rank, or one for all"
                 )
             if any(not v >= 0 for v in (value if isinstance(value, tuple) else (value,))):
                 raise ValueError(f"{name} is {value}: a time cannot be negative")

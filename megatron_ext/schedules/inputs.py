@@ -1,7 +1,7 @@
 """Places the passes of the input embedding, which every rank runs for every microbatch.
 
-They are short and off the critical path, but their collectives share an order with those of the output layer. So
-they hang on vocabulary slots, which come in one order on all ranks: rank 0 decides after which slot.
+They are short and off the critical path, but their collectives share an order with those of the output layer.
+So they hang on vocabulary slots, which come in one order on all ranks: rank 0 decides after which slot.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,9 @@ from megatron_ext.schedules.squeeze import Slot
 Row = list[Action | Slot]
 
 
-def place_inputs(block: Block, m: int, rows: Sequence[Sequence[Action | Slot]], forward_only: bool) -> list[Row]:
+def place_inputs(
+    block: Block, m: int, rows: Sequence[Sequence[Action | Slot]], forward_only: bool
+) -> list[Row]:
     """The rows with IF and, unless `forward_only`, IB passes; and with the slot that is flushed at the end.
 
     IF(i) comes after the last slot before the pass that precedes F(i) on rank 0, so that the sum of its
@@ -90,14 +92,17 @@ def _with_anchored(row: Row, forward: dict[int, list[int]], backward: dict[int, 
 
 
 def _with_late(row: Row, late: list[int], rank: int, m: int) -> Row:
-    """IB(i) after B(i + 1 + rank), when its gradient from rank 0 is about to be there, but after all slots."""
+    """IB(i) after B(i + 1 + rank), when its gradient from rank 0 is about to be there, but after all
+    slots."""
     left = list(late)
     slots = sum(isinstance(entry, Slot) for entry in row)
     out: Row = []
     for at, entry in enumerate(row):
         out.append(entry)
         slots -= isinstance(entry, Slot)
-        behind = at + 1 == len(row) or not isinstance(row[at + 1], Action) or row[at + 1].kind not in ("IF", "IB")
+        behind = (
+            at + 1 == len(row) or not isinstance(row[at + 1], Action) or row[at + 1].kind not in ("IF", "IB")
+        )
         if slots or not behind or not isinstance(entry, Action) or entry.kind != "B":
             continue
         while left and left[0] + 1 + rank <= entry.microbatch:

@@ -1,7 +1,7 @@
 """Lanes: where communication runs beside compute, one operation after another.
 
-A lane executes submitted functions in order. On a GPU it is a CUDA stream; on CPU it is a thread, since gloo's
-blocking calls release the interpreter lock. `InlineLane` runs at once and blocks: no overlap.
+A lane executes submitted functions in order. On a GPU it is a CUDA stream; on CPU it is a thread, since
+gloo's blocking calls release the interpreter lock. `InlineLane` runs at once and blocks: no overlap.
 
     ticket = lane.submit(function, inputs)      # returns at once
     result = ticket.wait()                      # on a GPU only the current stream waits

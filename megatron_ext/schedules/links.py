@@ -1,8 +1,8 @@
 """Point-to-point links of a pipeline rank: activations to the next stage, gradients to the previous one.
 
-Each direction has a process group of its own (on NCCL, operations of one communicator run in order, and the two
-directions must not wait for each other) and two lanes, one to send and one to receive. Tensors of one direction
-travel in the order of the schedule, which is the same at both ends.
+Each direction has a process group of its own (on NCCL, operations of one communicator run in order, and the
+two directions must not wait for each other) and two lanes, one to send and one to receive. Tensors of one
+direction travel in the order of the schedule, which is the same at both ends.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ P2P = ("SF", "RF", "SB", "RB")
 
 @dataclass(frozen=True)
 class Boundary:
-    """What passes between two stages: shape `[s, b, h]` (s over tp with sequence parallelism), and its type."""
+    """What passes between two stages: shape `[s, b, h]` (s over tp with sequence parallelism), and its
+    type."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,12 +1,12 @@
 """Lowers a schedule to programs: every rank's list with communication launches inserted.
 
-The schedule is executed once in thought, with its costs and free communication, which gives one global order of
-all passes and all communication events: an event comes as soon as its inputs exist. Each rank's list is its part
-of that order. So the lists complete even when every event blocks all its ranks until it is over.
+The schedule is executed once in thought, with its costs and free communication, which gives one global order
+of all passes and all communication events: an event comes as soon as its inputs exist. Each rank's list is
+its part of that order. So the lists complete even when every event blocks all its ranks until it is over.
 
-With `overlap` launches are asynchronous, and each moves up in its rank's list: one that sends data of the rank
-stands right after the pass that makes the data; one that only receives moves above the forward or backward pass
-in front of it, so that the transfer runs beside that pass. Collectives keep their order.
+With `overlap` launches are asynchronous, and each moves up in its rank's list: one that sends data of the
+rank stands right after the pass that makes the data; one that only receives moves above the forward or
+backward pass in front of it, so that the transfer runs beside that pass. Collectives keep their order.
 """
 
 import heapq
@@ -35,17 +35,28 @@ class Program:
         )
 
 
+class Stuck(ValueError):
+    """A schedule that cannot go on. `places` are the positions at which the ranks stand."""
+
+    def __init__(self, schedule: Schedule, places: tuple[int, ...]):
+        waits = [
+            f"rank {rank} at {row[at]}" if at < len(row) else f"rank {rank} at its end"
+            for rank, (at, row) in enumerate(zip(places, schedule.ranks, strict=True))
+        ]
+        super().__init__("the schedule cannot be executed: " + ", ".join(waits))
+        self.schedule = schedule
+        self.places = places
+
+
 def lower(schedule: Schedule, *, overlap: bool = True) -> Program:
     """The program of a schedule.
 
     Raises:
-        ValueError: the schedule cannot be executed (`check.check_schedule` says why).
+        Stuck: the schedule cannot be executed; `check.checked` turns it into a ScheduleError with the grid.
     """
     rows = _Execution(schedule).run()
     if overlap:
-        rows = [
-            _moved_up(row, rank, schedule.p, schedule.vocab) for rank, row in enumerate(rows)
-        ]
+        rows = [_moved_up(row, rank, schedule.p, schedule.vocab) for rank, row in enumerate(rows)]
     return Program(schedule, overlap, tuple(map(tuple, rows)))
 
 
@@ -61,7 +72,9 @@ class _Execution:
         self.ended: list[set[Action]] = [set() for _ in range(self.p)]
         self.at = 0  # the next collective
         self.events: list[tuple[float, int, int, Action]] = []
-        self.outputs: list[tuple[int, Action]] = []  # passes that have ended, whose output goes to a neighbour
+        self.outputs: list[
+            tuple[int, Action]
+        ] = []  # passes that have ended, whose output goes to a neighbour
         self.count = 0
 
     def run(self) -> list[list[Action]]:
@@ -75,9 +88,11 @@ class _Execution:
             while self.events and self.events[0][0] <= now:
                 _, _, rank, action = heapq.heappop(self.events)
                 self._end(rank, action)
-        left = [f"rank {r}: {row[n]}" for r, (row, n) in enumerate(zip(self.schedule.ranks, self.next, strict=True)) if n < len(row)]
-        if left or self.at < len(self.schedule.collectives):
-            raise ValueError("the schedule cannot be executed; ranks wait at " + ", ".join(left or ["the end"]))
+        rows = self.schedule.ranks
+        if self.at < len(self.schedule.collectives) or any(
+            at < len(row) for at, row in zip(self.next, rows, strict=True)
+        ):
+            raise Stuck(self.schedule, tuple(self.next))
         return self.rows
 
     def _collect(self) -> bool:

@@ -1,6 +1,7 @@
 """What the pictures of schedules show: timelines, the unit of their times, and the stretch to be shown."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,12 +31,14 @@ WORDS = {
 }
 """Every kind of action in words, in the order of legends."""
 
+_MICROBATCHES = re.compile(r"m(\d+):m(\d+)")
+_TIMES = re.compile(r"(\d*\.?\d+):(\d*\.?\d+)")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A timeline to be drawn. `waits` are spans of lane "wait": what a pass waited for, where that was measured."""
+    """A timeline to be drawn. A measured one has `waits`: spans of lane "wait", before passes that waited."""
 
     name: str
     timeline: Timeline
@@ -63,22 +66,26 @@ class Units:
     axis: str
     microsecond: float
     """A microsecond of a Chrome trace, in times of the timeline."""
+    zeros: bool = True
+    """Measured times keep their last zeros: 285.0."""
 
     def number(self, time: float) -> str:
         """Four significant digits, or all digits of a longer whole part."""
         value = time / self.size
-        return f"{value:,.0f}" if abs(value) >= 10000 else f"{value:.4g}"
+        if value == 0 or abs(value) >= 999.95:
+            return f"{value:.0f}"
+        return f"{value:#.4g}".rstrip(".") if self.zeros else f"{value:.4g}"
 
     def text(self, time: float) -> str:
         return f"{self.number(time)} {self.name}"
 
 
 def units_of(panels: Sequence[Panel], seconds: bool) -> Units:
-    """Seconds as s, ms or us; otherwise units of one forward pass, which Chrome traces show as a millisecond."""
+    """Seconds as s, ms or us; otherwise units of a forward pass (in Chrome traces, each a millisecond)."""
     if not seconds:
-        return Units(1.0, "F", "time, in forward passes (F = 1)", 1e-3)
+        return Units(1.0, "F", "time, in forward passes (F = 1)", 1e-3, zeros=False)
     longest = max(panel.timeline.makespan for panel in panels)
-    size, name = next((pair for pair in _SECONDS if longest >= pair[0]), _SECONDS[-1])
+    size, name = next((pair for pair in _SECONDS if longest >= 10 * pair[0]), _SECONDS[-1])
     return Units(size, name, f"time in {name}", 1e-6)
 
 
@@ -105,37 +112,39 @@ def whole(panels: Sequence[Panel]) -> Window:
 
 
 def parse_window(text: str, panels: Sequence[Panel], units: Units) -> Window:
-    """ "10:25" is a time, as the axis counts it; "m3:m5" is from the first to the last pass of microbatches 3 to 5.
+    """The window that a user asks for.
+
+    "10:25" are times as the axis counts them; "m3:m5" is from the first to the last pass of microbatches 3
+    to 5.
 
     Raises:
         ValueError: another form, or nothing in it.
     """
-    start, colon, end = text.partition(":")
+    if match := _MICROBATCHES.fullmatch(text):
+        return _of_microbatches(int(match[1]), int(match[2]), panels)
     most = whole(panels)
-    wrong = f"--window {text}: "
-    try:
-        if not colon:
-            raise ValueError
-        if start.startswith("m") and end.startswith("m"):
-            return _of_microbatches(int(start[1:]), int(end[1:]), panels, wrong)
-        window = Window(float(start or 0) * units.size, float(end) * units.size if end else most.end)
-    except ValueError as error:
+    match = _TIMES.fullmatch(text)
+    if match is None:
         raise ValueError(
-            str(error) if str(error).startswith(wrong) else f"{wrong}give START:END, times as the axis shows them "
-            f"(0:{units.number(most.end)} is everything), or microbatches, m0:m3."
-        ) from None
-    if not (0 <= window.start < window.end and window.start < most.end and math.isfinite(window.length)):
-        raise ValueError(
-            f"{wrong}there is nothing between these times. Give times of 0 to {units.text(most.end)}, the "
-            "first one smaller."
+            f"--window {text}: give START:END, times as the axis counts them (0:{units.number(most.end)} is "
+            "everything), or microbatches, as in m0:m3."
         )
-    return Window(window.start, min(window.end, most.end))
+    start, end = float(match[1]) * units.size, float(match[2]) * units.size
+    if start >= min(end, most.end):
+        raise ValueError(
+            f"--window {text}: there is nothing between these times. Give two times from 0 to "
+            f"{units.number(most.end)} (in {units.name}), the smaller one first."
+        )
+    return Window(start, min(end, most.end))
 
 
-def _of_microbatches(first: int, last: int, panels: Sequence[Panel], wrong: str) -> Window:
+def _of_microbatches(first: int, last: int, panels: Sequence[Panel]) -> Window:
     m = panels[0].timeline.program.schedule.m
-    if not 0 <= first <= last < m:
-        raise ValueError(f"{wrong}the microbatches are m0 to m{m - 1}; give the smaller one first.")
+    if not first <= last < m:
+        raise ValueError(
+            f"--window m{first}:m{last}: there are microbatches m0 to m{m - 1}. Give two of them, the "
+            "smaller one first."
+        )
     inside = [
         span
         for panel in panels

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from megatron_ext.schedules.action import Action
 from megatron_ext.schedules.render_panel import Panel, Units, Window, nice_step, ticks, timeless, whole
 
 IDLE, FILL = ".", "-"
-MOST_COLUMNS = 8  # that short passes may stretch a forward pass to
+MOST_COLUMNS = 5  # that short passes may stretch a forward pass to
 ANSI = {"F": 111, "B": 114, "S": 215, "U": 210, "T": 221, "L": 183, "IF": 116, "IB": 73}  # of 256 colours
 
 
@@ -25,8 +26,8 @@ def grid(
 ) -> str:
     """The rows of all ranks, time in proportion, under a time axis.
 
-    Blocks start with the pass's name and are filled up with "-"; "." is idle time. A pass too short for its name
-    shows its kind alone. What does not fit into `width` columns is cut, and a note says so.
+    Blocks start with the pass's name and are filled up with "-"; "." is idle time. A pass too short for its
+    name shows its kind alone. What does not fit into `width` columns is cut, and a note says so.
     """
     window = window or whole([panel])
     name = len(f"rank {panel.p - 1}") + 2
@@ -42,7 +43,7 @@ def grid(
 
 
 def _columns_per_time(panel: Panel, window: Window, room: int) -> float:
-    """Columns of one unit of time: enough for names of forward passes and to see short passes; more if all fits."""
+    """Columns of one unit of time: enough to name forward passes and to see short ones; more if all fits."""
     lengths: dict[str, list[float]] = {}
     for span in panel.timeline.spans:
         if span.lane == "compute" and span.end > span.start:
@@ -118,7 +119,7 @@ def _notes(
             f"--window {units.number(begin)}:{units.number(window.end)} the rest)"
         )
     if kinds := timeless(panel):
-        notes.append(f"({', '.join(kinds)} take no time and are not shown)")
+        notes.append(f"(not shown, as they take no time: {', '.join(kinds)})")
     return notes
 
 
@@ -138,18 +139,21 @@ def lists(ranks: Sequence[Sequence[Action]], width: int = 120) -> str:
     return "\n".join(lines)
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows of words under the first, the header; the `left` first columns aligned left, all others right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of words under the first, the header, whose cells may have several lines; numbers to the right."""
+    heads = list(zip_longest(*(reversed(cell.split("\n")) for cell in rows[0]), fillvalue=""))[::-1]
+    widths = [max(map(len, column)) for column in zip(*heads, *rows[1:], strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return "  ".join([row[0].ljust(widths[0]), *cells]).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([*map(line, heads), rule, *map(line, rows[1:])])
 
 
 def rank_rows(panel: Panel, units: Units) -> list[list[str]]:
-    """Busy time, bubble and in-flight peak of each rank, under a header; last the means and the highest peak."""
+    """Busy time, bubble and in-flight peak of each rank, under a header; last, means and the highest peak."""
     timeline = panel.timeline
     rows = [["rank", f"busy ({units.name})", "bubble", "in flight"]]
     for rank in range(panel.p):

@@ -1,8 +1,8 @@
 """Executes one rank's list of a program: compute in order, communication on lanes.
 
-The runtime knows no model. `Passes` does the work: Megatron's model and the vocabulary shards in a training run,
-sleeping in a paced run. What a pass waits for is what the schedule says (`needs`), the same table that `check`
-and `simulate` use.
+The runtime knows no model. `Passes` does the work: Megatron's model and the vocabulary shards in a training
+run, sleeping in a paced run. What a pass waits for is what the schedule says (`needs`), the same table that
+`check` and `simulate` use.
 """
 
 from collections.abc import Callable, Sequence

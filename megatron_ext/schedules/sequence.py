@@ -1,4 +1,5 @@
-"""From slots to passes and collectives: what a slot consists of, when the loss runs, in which order data travels."""
+"""From slots to passes and collectives: what a slot consists of, when the loss runs, in which order data
+travels."""
 
 from collections.abc import Sequence
 
@@ -27,12 +28,14 @@ def slot_passes(entry: Action | Slot, block: VocabBlock, m: int, forward_only: b
     ]
 
 
-def place_losses(row: list[Action], m: int, block: VocabBlock, vocab: str, forward_only: bool) -> list[Action]:
+def place_losses(
+    row: list[Action], m: int, block: VocabBlock, vocab: str, forward_only: bool
+) -> list[Action]:
     """The last rank's row with L of every microbatch.
 
-    The statistics that L needs travel while another pass runs, and so does g, which L gives: L(i) stands before
-    the last forward or backward pass that precedes the pass that needs it. Where only one pass lies between the
-    statistics' last pass and that one, L comes after it.
+    The statistics that L needs travel while another pass runs, and so does g, which L gives: L(i) stands
+    before the last forward or backward pass that precedes the pass that needs it. Where only one pass lies
+    between the statistics' last pass and that one, L comes after it.
     """
     for i in range(m):
         at = _place_of_loss(row, i, block, vocab, forward_only)
@@ -65,8 +68,8 @@ def canonical(
 ) -> list[Action]:
     """The collectives in the order in which every rank launches them, from a row with slots and input passes.
 
-    Around a slot: what it waits for (g of the IBs behind it, G, C0), then what follows it (e of the IFs behind
-    it, then its barriers). Embeddings that fill the pipeline come after the barriers instead.
+    Around a slot: what it waits for (g of the IBs behind it, G, C0), then what follows it (e of the IFs
+    behind it, then its barriers). Embeddings that fill the pipeline come after the barriers instead.
     """
     out: list[Action] = []
     filling = block.cap(0, m)

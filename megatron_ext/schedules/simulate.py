@@ -1,9 +1,9 @@
 """Simulates a program with given costs: when every pass and transfer of every rank runs.
 
-Passes run one after another on their rank, in the order of the program, each when what it waits for has ended.
-Collectives run one after another on a lane: one starts when every rank has launched it and its lane is free.
-Point-to-point transfers have a lane per direction and start when both sides have launched them. Without overlap a
-launch holds its rank until its transfer is over.
+Passes run one after another on their rank, in the order of the program, each when what it waits for has
+ended. Collectives run one after another on a lane: one starts when every rank has launched it and its lane is
+free. Point-to-point transfers have a lane per direction and start when both sides have launched them. Without
+overlap a launch holds its rank until its transfer is over.
 """
 
 from collections import defaultdict
@@ -121,7 +121,11 @@ class _Simulation:
                 break
         rows = self.program.ranks
         if any(at < len(row) for at, row in zip(self.at, rows, strict=True)):
-            waits = [f"rank {r} at {row[at]}" for r, (at, row) in enumerate(zip(self.at, rows, strict=True)) if at < len(row)]
+            waits = [
+                f"rank {r} at {row[at]}"
+                for r, (at, row) in enumerate(zip(self.at, rows, strict=True))
+                if at < len(row)
+            ]
             raise Deadlock("ranks wait for each other: " + ", ".join(waits), tuple(self.at))
         return Timeline(self.program, tuple(self.spans))
 

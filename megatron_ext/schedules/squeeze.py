@@ -62,7 +62,9 @@ class _Squeeze:
         self.next = [dict.fromkeys(("F", "B", "slot"), 0) for _ in range(self.p)]
         self.ended: dict[tuple[str, int], int] = {}  # (pass, microbatch) -> ranks on which it has ended
         self.done: set[tuple[str, int, int]] = set()  # (pass, rank, microbatch)
-        self.queue: list[list[tuple[str, int]]] = [[] for _ in range(self.p)]  # what a rank's slot still holds
+        self.queue: list[list[tuple[str, int]]] = [
+            [] for _ in range(self.p)
+        ]  # what a rank's slot still holds
         self.events: list[tuple[float, int, list[tuple[str, int, int]]]] = []
         self.count = 0
 
@@ -115,8 +117,11 @@ class _Squeeze:
             if index >= self.slots:
                 return False
             passes = self._passes(index, rank)
-            # A synchronous slot is entered as soon as its first pass can run, and holds the rank from then on.
-            return all(self._has_inputs(*entry) for entry in passes[: 1 if self.block.vocab.synchronous else None])
+            # A synchronous slot is entered as soon as its first pass can run, and holds the rank from then
+            # on.
+            return all(
+                self._has_inputs(*entry) for entry in passes[: 1 if self.block.vocab.synchronous else None]
+            )
         if index >= self.m or (kind == "B" and self.forward_only):
             return False
         if kind == "F":

@@ -1,8 +1,8 @@
 """Measured actions of one step, `--ext-trace DIR`: one JSON-lines file per rank, `DIR/trace-rank-NNNN.jsonl`.
 
 The first line describes the schedule, every other line is a span {action, lane, start, end} in seconds of the
-wall clock: lanes are "compute" and "wait" (what a pass waited for), "comm" (vocabulary collectives), "p2p-f" and
-"p2p-b". On a GPU the times are those of the device. `megatron-ext trace --measured DIR` reads them.
+wall clock: lanes are "compute" and "wait" (what a pass waited for), "comm" (vocabulary collectives), "p2p-f"
+and "p2p-b". On a GPU the times are those of the device. `megatron-ext trace --measured DIR` reads them.
 """
 
 import contextlib

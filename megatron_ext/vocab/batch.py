@@ -1,10 +1,10 @@
 """Gets tokens, labels and loss functions of all microbatches out of the user's own `forward_step`.
 
-Tokens are needed on every stage before the first one runs its forward pass, and labels before the last one knows
-its loss. So at the start of a step `forward_step` is called once per microbatch with a stand-in for the model,
-which records what the model is called with and returns a placeholder. The forward passes then call the real model
-with the recorded arguments, wherever the schedule puts them, and the loss function that `forward_step` returned
-gets the per-token losses. Tokens and labels go to all stages in one broadcast each.
+Tokens are needed on every stage before the first one runs its forward pass, and labels before the last one
+knows its loss. So at the start of a step `forward_step` is called once per microbatch with a stand-in for the
+model, which records what the model is called with and returns a placeholder. The forward passes then call the
+real model with the recorded arguments, wherever the schedule puts them, and the loss function that
+`forward_step` returned gets the per-token losses. Tokens and labels go to all stages in one broadcast each.
 """
 
 import inspect
@@ -39,7 +39,8 @@ class _StandIn:
         self.calls: list[tuple[tuple, dict[str, Any]]] = []
 
     def __getattr__(self, name: str) -> Any:
-        # Megatron looks through wrappers with `get_attr_wrapped_model`; here the chain is hidden, so follow it.
+        # Megatron looks through wrappers with `get_attr_wrapped_model`; here the chain is hidden, so follow
+        # it.
         model = self.__dict__["_model"]
         while not hasattr(model, name) and hasattr(model, "module"):
             model = model.module
@@ -60,7 +61,8 @@ def record(
     """Call `forward_step` once for each of `count` microbatches; `forward` is the unwrapped model's method.
 
     Raises:
-        RuntimeError: `forward_step` does not call the model exactly once, changes its output before it returns
+        RuntimeError: `forward_step` does not call the model exactly once, changes its output before it
+        returns
             it, or the model gets no labels on the last stage.
     """
     calls: list[Call] = []
@@ -71,15 +73,15 @@ def record(
             raise RuntimeError(
                 f"forward_step called the model {len(stand_in.calls)} times for microbatch {index}"
                 + ("" if output is stand_in.placeholder else " and changed its output before returning it")
-                + ". With --vocab-parallel the model's output exists only after several pipeline passes: call the "
-                "model once, return what it returns, and do the rest in the loss function."
+                + ". With --vocab-parallel the model's output exists only after several pipeline passes: "
+                "call the model once, return what it returns, and do the rest in the loss function."
             )
         args, kwargs = stand_in.calls[0]
         named = stand_in.named(args, kwargs)
         if last_stage and named.get("labels") is None:
             raise RuntimeError(
-                "forward_step gave the model no labels. With --vocab-parallel logits are never put together, so "
-                "only losses can be had: pass labels=..., or drop the flag for this job."
+                "forward_step gave the model no labels. With --vocab-parallel logits are never put together, "
+                "so only losses can be had: pass labels=..., or drop the flag for this job."
             )
         call = Call(args, kwargs, loss_func, named.get("input_ids"), named.get("labels"))
         if calls:

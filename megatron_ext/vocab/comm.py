@@ -1,15 +1,16 @@
 """Communication of the vocabulary passes: who sends what over which group.
 
 Vocabulary shards live on tp x pp ranks. Activations that all of them need travel in slices: each
-tensor-parallel rank moves 1/t of the rows over its pipeline group, and the rows are put together (or summed up)
-over the tensor-parallel group of each stage. With sequence parallelism the slice is what the rank has anyway.
+tensor-parallel rank moves 1/t of the rows over its pipeline group, and the rows are put together (or summed
+up) over the tensor-parallel group of each stage. With sequence parallelism the slice is what the rank has
+anyway.
 
     spread    rows of one stage    -> all rows on every rank      broadcast (pp), all-gather (tp)
-    collect   all rows, partial    -> summed rows on one stage    reduce-scatter (tp), reduce (pp), all-gather (tp)
-    gather    statistics of a rank -> those of all tp x pp ranks  all-gather
+    collect   all rows, partial    -> summed rows on one stage    reduce-scatter (tp), reduce (pp), all-gather
+    (tp) gather    statistics of a rank -> those of all tp x pp ranks  all-gather
 
-Everything is blocking: lanes (schedules/lane.py) make it overlap. Bytes are counted under the feature "vocab";
-docs/vocabulary-parallelism.md states them as formulas.
+Everything is blocking: lanes (schedules/lane.py) make it overlap. Bytes are counted under the feature
+"vocab"; docs/vocabulary-parallelism.md states them as formulas.
 """
 
 from dataclasses import dataclass

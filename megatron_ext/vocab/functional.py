@@ -1,8 +1,8 @@
 """The split output layer as functions: no communication, no autograd, nothing global.
 
-A shard owns the vocabulary rows [lo, hi), V_r of them, with weight W_r [V_r, h]. X [n, h] is the output of the
-last stage, y [n] the labels, g [n] the gradient of the total loss with respect to the per-token losses. All but
-the GEMMs is fp32 (fp64 in fp64 models). Sums over r run over all shards.
+A shard owns the vocabulary rows [lo, hi), V_r of them, with weight W_r [V_r, h]. X [n, h] is the output of
+the last stage, y [n] the labels, g [n] the gradient of the total loss with respect to the per-token losses.
+All but the GEMMs is fp32 (fp64 in fp64 models). Sums over r run over all shards.
 
     Y_r = X W_r^T     m_r = max Y_r     E_r = exp(Y_r - m_r)     z_r = sum E_r     q_r = Y_r[y] - m_r if owned
     Q_r = E_r / z_r   the shard's own softmax
@@ -10,26 +10,27 @@ the GEMMs is fp32 (fp64 in fp64 models). Sums over r run over all shards.
     a_r = z_r exp(m_r - M) / Z                       P_r = a_r Q_r   the softmax of the whole vocabulary
     dY_r = (P_r - onehot_r(y)) g     dX = sum_r dY_r W_r     dW_r = dY_r^T X
 
-    naive     S output_max    barrier: M     U output_sums     barrier: Z     T output_gradients     barrier: dX
-    vocab-1   S output_pass   barrier: M, Z                    T output_gradients    barrier: dX     Algorithm 1
-    vocab-2   S output_pass with A_r = Q_r W_r    barrier: M, Z, dX    T output_gradients (dW)       Algorithm 2
+    naive     S output_max    barrier: M     U output_sums    barrier: Z    T output_gradients    barrier: dX
+    vocab-1   S output_pass   barrier: M, Z                   T output_gradients    barrier: dX  (Algorithm 1)
+    vocab-2   S output_pass, also A_r = Q_r W_r               barrier: M, Z, dX
+              T output_gradients, dW only                                                        (Algorithm 2)
 
 In vocab-2 dX = g sum_r (a_r A_r - W_r[y] if owned), which is known before g is: `input_gradient_part`. Label
 smoothing and z-loss (`LossTerms`) change dY to ((1 + 2 c L) P - (1 - s) onehot - s / V) g; all of it is known
 after the same barrier.
 
-Memory of size [n, V_r], with i bytes per number in the model's type and s = 4 (fp64: 8) in statistics, C and B
-the chunk's vocabulary rows and the block's tokens (functional_memory.py has the whole formulas, tested):
+Memory of size [n, V_r], with i bytes per number in the model's type and s = 4 (fp64: 8) in statistics, C
+vocabulary rows of a chunk and B tokens of a block (functional_memory.py has the whole formulas, tested):
 
     saving     kept S to T       peak in S and T                 GEMMs
     softmax    s n V_r           (s + i) n V_r, fp32 s n V_r     3
     logits     i n V_r           i n V_r + (s + i) B V_r         3      B V_r <= n C
     none       0                 (s + i) n C                     4      naive 5
 
-With one shard vocab-1 gives stock's loss, dX and dW bit by bit, vocab-2 loss and dW (modes softmax and logits).
+With one shard vocab-1 gives stock's loss, dX and dW bit by bit, vocab-2 loss and dW (not saving none).
 
-Source: Yeung et al., arXiv 2411.05288, Algorithms 1 and 2. Chunks are merged as in online softmax (Milakov and
-Gimelshein, arXiv 1805.02867).
+Source: Yeung et al., arXiv 2411.05288, Algorithms 1 and 2. Chunks are merged as in online softmax (Milakov
+and Gimelshein, arXiv 1805.02867).
 """
 
 import torch
@@ -37,7 +38,7 @@ from torch import Tensor
 
 from megatron_ext.vocab import functional_chunks
 from megatron_ext.vocab import functional_rows as block
-from megatron_ext.vocab.functional_chunks import ALL, Accumulate
+from megatron_ext.vocab.functional_chunks import Accumulate
 from megatron_ext.vocab.functional_input import lookup, lookup_gradient
 from megatron_ext.vocab.functional_memory import kept_bytes, peak_bytes
 from megatron_ext.vocab.functional_state import (
@@ -91,9 +92,8 @@ def output_pass(
     """
     assert weight.shape[0] == hi - lo, f"{weight.shape[0]} rows of weight for the range [{lo}, {hi})"
     if saving.mode == "none":
-        stats, softmax_x = functional_chunks.local_pass(
-            x, weight, labels, lo, saving, with_input_gradient, terms
-        )
+        stats = _new_stats(x, terms)
+        softmax_x = functional_chunks.local_pass(x, weight, labels, lo, saving, stats, with_input_gradient)
         return OutputState(x, labels, lo, hi, saving, stats, None, softmax_x)
     logits = block.logits_of(x, weight)
     if saving.mode == "softmax":
@@ -122,13 +122,12 @@ def output_max(
 
 @torch.no_grad()
 def output_sums(state: OutputState, weight: Tensor, maximum: Tensor) -> None:
-    """U of the naive grouping: statistics relative to the global `maximum` [n] instead of m_r, into a new tensor.
+    """U of the naive grouping: statistics relative to the global `maximum` [n], in a new tensor.
 
     From here on the state is one of `output_pass` with m_r = M on every shard.
     """
     if state.saving.mode == "none":
-        terms = LossTerms(label_smoothing=0.5 if state.stats.shape[0] == 4 else 0.0)
-        state.stats = functional_chunks.sums(state, weight, maximum, terms)
+        state.stats = functional_chunks.sums(state, weight, maximum)
         return
     state.stats = torch.empty_like(state.stats)
     if state.saving.mode == "softmax":
@@ -172,8 +171,8 @@ def output_gradients(
 
     Args:
         g: [n], fp32.
-        accumulate: Called with dY [n, rows] in the weight's type, x, and the slice of the shard's rows that dY is
-            for; once, in mode none once per chunk. None for a frozen weight.
+        accumulate: Called with dY [n, rows] in the weight's type, x, and the slice of the shard's rows that
+            dY is for; once, in mode none once per chunk. None for a frozen weight.
     """
     if state.saving.mode == "none":
         return functional_chunks.gradients(state, weight, stats, g, terms, accumulate, with_input_gradient)
@@ -207,7 +206,7 @@ def _statistics(state: OutputState, weight: Tensor, maximum: Tensor) -> None:
 
 
 def _softmax_factor(state: OutputState, stats: GlobalStats, terms: LossTerms) -> Tensor:
-    """What turns the shard's own softmax into that of the whole vocabulary, times the z-loss's factor: [n]."""
+    """[n]: turns the shard's own softmax into that of the whole vocabulary, with the z-loss's factor."""
     share, factor = stats.share(state.stats), stats.z_factor(terms)
     return share if factor is None else share * factor
 

@@ -1,7 +1,7 @@
-"""Saving mode none: vocabulary rows in chunks, so that nothing of size tokens x rows of the shard ever exists.
+"""Saving mode none: vocabulary rows in chunks, so that nothing of size [n, V_r] ever exists.
 
-S treats every chunk like a shard: its statistics and its softmax-weighted sum of weight rows are merged into the
-running ones by the formulas that merge shards. T computes logits again; M and Z are known by then.
+S treats every chunk like a shard: its statistics and its softmax-weighted sum of weight rows are merged into
+the running ones by the formulas that merge shards. T computes logits again; M and Z are known by then.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,28 +23,38 @@ def chunks(saving: Saving, rows: int) -> Iterator[slice]:
 
 
 def local_pass(
-    x: Tensor, weight: Tensor, labels: Tensor, lo: int, saving: Saving, with_input_gradient: bool, terms: LossTerms
-) -> tuple[Tensor, Tensor | None]:
-    """S: (statistics [3 or 4, n], A_r [n, h] or None)."""
-    stats: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lo: int,
+    saving: Saving,
+    stats: Tensor,
+    with_input_gradient: bool,
+) -> Tensor | None:
+    """S: fills in `stats` [3 or 4, n] and returns A_r [n, h] or None."""
     softmax_x: Tensor | None = None
     for rows in chunks(saving, weight.shape[0]):
-        logits = block.logits_of(x, weight[rows]).to(block.statistics_dtype(x))
-        part = logits.new_empty(terms.num_statistics, x.shape[0])
-        block.exponentiate(logits, logits.amax(dim=-1), labels, lo + rows.start, part)
-        part_x = None
-        if with_input_gradient:
-            block.normalise(logits, part[1])
-            part_x = block.softmax_times_weight(logits, weight[rows])
-        del logits
-        if stats is None:
-            stats, softmax_x = part, part_x
-        else:
-            old, new = _merge(stats, part)
-            if softmax_x is not None and part_x is not None:
-                softmax_x.mul_(old.unsqueeze(1)).addcmul_(part_x, new.unsqueeze(1))
-    assert stats is not None, "a shard has at least one row"
-    return stats, softmax_x
+        part = stats if rows.start == 0 else torch.empty_like(stats)
+        part_x = _chunk_pass(x, weight[rows], labels, lo + rows.start, part, with_input_gradient)
+        if rows.start == 0:
+            softmax_x = part_x
+            continue
+        old, new = _merge(stats, part)
+        if softmax_x is not None and part_x is not None:
+            softmax_x.mul_(old.unsqueeze(1)).addcmul_(part_x, new.unsqueeze(1))
+        del part_x  # else it would live through the next chunk
+    return softmax_x
+
+
+def _chunk_pass(
+    x: Tensor, weight: Tensor, labels: Tensor, lo: int, stats: Tensor, with_input_gradient: bool
+) -> Tensor | None:
+    logits = block.logits_of(x, weight).to(stats.dtype)
+    block.exponentiate(logits, logits.amax(dim=-1), labels, lo, stats)
+    if not with_input_gradient:
+        return None
+    block.normalise(logits, stats[1])
+    return block.softmax_times_weight(logits, weight)
 
 
 def _merge(stats: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,8 +68,7 @@ def _merge(stats: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
     stats[2] = torch.where(part[2] == NOT_OWNED, target, part[2] + new_below)
     stats[0] = maximum
     stats[1] = total
-    if stats.shape[0] == 4:
-        stats[3] += part[3]
+    stats[3:] += part[3:]
     return old / block.divisor(total), new / block.divisor(total)
 
 
@@ -69,22 +78,18 @@ def local_maximum(x: Tensor, weight: Tensor, saving: Saving) -> Tensor:
     return torch.stack(maxima).amax(dim=0).to(block.statistics_dtype(x))
 
 
-def sums(state: OutputState, weight: Tensor, maximum: Tensor, terms: LossTerms) -> Tensor:
+def sums(state: OutputState, weight: Tensor, maximum: Tensor) -> Tensor:
     """naive U: statistics [3 or 4, n] relative to the global `maximum` [n]."""
-    stats: Tensor | None = None
+    stats = torch.empty_like(state.stats)
     for rows in chunks(state.saving, weight.shape[0]):
-        logits = block.logits_of(state.x, weight[rows]).to(maximum.dtype)
-        part = logits.new_empty(terms.num_statistics, state.x.shape[0])
+        part = stats if rows.start == 0 else torch.empty_like(stats)
+        logits = block.logits_of(state.x, weight[rows]).to(stats.dtype)
         block.exponentiate(logits, maximum, state.labels, state.lo + rows.start, part)
         del logits
-        if stats is None:
-            stats = part
-        else:
+        if rows.start > 0:
             stats[2] = torch.where(part[2] == NOT_OWNED, stats[2], part[2])
             stats[1] += part[1]
-            if stats.shape[0] == 4:
-                stats[3] += part[3]
-    assert stats is not None, "a shard has at least one row"
+            stats[3:] += part[3:]
     return stats
 
 
@@ -101,18 +106,30 @@ def gradients(
     total_x: Tensor | None = None
     factor = stats.z_factor(terms)
     for rows in chunks(state.saving, weight.shape[0]):
-        logits = block.logits_of(state.x, weight[rows])
-        softmax = block.probabilities(logits, stats, ALL)
-        if factor is not None:
-            softmax.mul_(factor.unsqueeze(1))
-        block.logit_gradient(softmax, state.labels, state.lo + rows.start, g, stats.vocab_size, terms)
-        # The logits' own memory takes the gradient in the model's type; fp32 logits are that memory already.
-        gradient = logits if logits.dtype == softmax.dtype else logits.copy_(softmax)
-        del logits, softmax
+        gradient = _chunk_gradient(state, weight[rows], rows, stats, g, terms, factor)
         if accumulate is not None:
             accumulate(gradient, state.x, rows)
         if with_input_gradient:
             part_x = torch.matmul(gradient, weight[rows]).to(g.dtype)
             total_x = part_x if total_x is None else total_x.add_(part_x)
+            del part_x  # these would live through the next chunk
         del gradient
     return total_x
+
+
+def _chunk_gradient(
+    state: OutputState,
+    weight: Tensor,
+    rows: slice,
+    stats: GlobalStats,
+    g: Tensor,
+    terms: LossTerms,
+    factor: Tensor | None,
+) -> Tensor:
+    logits = block.logits_of(state.x, weight)
+    softmax = block.probabilities(logits, stats, ALL)
+    if factor is not None:
+        softmax.mul_(factor.unsqueeze(1))
+    block.logit_gradient(softmax, state.labels, state.lo + rows.start, g, stats.vocab_size, terms)
+    # The logits' own memory takes the gradient in the model's type; fp32 logits are that memory already.
+    return logits if logits.dtype == softmax.dtype else logits.copy_(softmax)

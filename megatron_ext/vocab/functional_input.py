@@ -8,7 +8,7 @@ from megatron_ext.vocab.functional_rows import owned
 
 @torch.no_grad()
 def lookup(tokens: Tensor, weight: Tensor, lo: int, hi: int) -> Tensor:
-    """Embeddings [..., h] of `tokens` [...] in [lo, hi), zeros for others: summed over shards, the whole lookup.
+    """Embeddings [..., h] of `tokens` [...] in [lo, hi), zeros for others: the sum over shards is stock's.
 
     `weight` [hi - lo, h] holds the shard's rows.
     """
@@ -25,8 +25,8 @@ def lookup_gradient(gradient: Tensor, tokens: Tensor, main_grad: Tensor, lo: int
     """
     tokens = tokens.reshape(-1)
     own, index = owned(tokens, lo, hi)
-    # Picking out the owned tokens would need their number on the host, and stop a GPU's queue. Others add zeros,
-    # and to different rows: to one row they would wait for each other.
+    # Picking out the owned tokens would need their number on the host, and stop a GPU's queue. Others add
+    # zeros, and to different rows: to one row they would wait for each other.
     index = torch.where(own, index, tokens.remainder(hi - lo))
     values = gradient.reshape(-1, gradient.shape[-1]).masked_fill(~own.unsqueeze(-1), 0.0)
     if main_grad.dtype in (torch.float16, torch.bfloat16):

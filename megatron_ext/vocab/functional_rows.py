@@ -6,8 +6,8 @@ from torch import Tensor
 from megatron_ext.vocab.functional_state import NOT_OWNED, GlobalStats, LossTerms
 
 FP16_SCALE = 4096.0
-"""Probabilities are multiplied by it before they become fp16, where below 6e-5 digits are lost: 1 / V is that small.
-A product with the weight stays finite up to weights of 15, since rows of probabilities sum up to at most 1."""
+"""Probabilities are multiplied by it before they become fp16, where digits are lost below 6e-5: 1 / V is that
+small. A product with the weight stays finite up to weights of 15, since probabilities sum up to at most 1."""
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -27,7 +27,7 @@ def logits_of(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def finite(maximum: Tensor) -> Tensor:
-    """What to subtract from logits: the maximum, or 0 where all logits are -inf and exp(-inf) is right as it is."""
+    """What to subtract from logits: the maximum, or 0 where all are -inf: -inf - -inf is NaN."""
     return torch.where(maximum == -torch.inf, 0.0, maximum)
 
 
@@ -37,9 +37,9 @@ def divisor(total: Tensor) -> Tensor:
 
 
 def exponentiate(logits: Tensor, maximum: Tensor, labels: Tensor, lo: int, stats: Tensor) -> None:
-    """Turn fp32 `logits` [n, rows] into exp(logits - maximum), and fill in `stats` [3 or 4, n]; the rows start at lo.
+    """Turn fp32 `logits` [n, rows] into exp(logits - maximum), and fill in `stats` [3 or 4, n].
 
-    No exponent is above 0, so nothing overflows.
+    The rows start at `lo`. No exponent is above 0, so nothing overflows.
     """
     rows = logits.shape[1]
     shift = finite(maximum)
@@ -70,13 +70,15 @@ def softmax_times_weight(softmax: Tensor, weight: Tensor) -> Tensor:
 
 
 def probabilities(logits: Tensor, stats: GlobalStats, tokens: slice) -> Tensor:
-    """exp(Y - M) / Z of the block `logits`, for the tokens `tokens` of the microbatch; in place if it is fp32."""
+    """exp(Y - M) / Z of the block `logits` for `tokens` of the microbatch; in place if it is fp32."""
     block = logits.to(stats.total.dtype)
     block.sub_(finite(stats.maximum[tokens]).unsqueeze(1)).exp_()
     return block.div_(stats.total[tokens].unsqueeze(1))
 
 
-def logit_gradient(softmax: Tensor, labels: Tensor, lo: int, g: Tensor, vocab_size: int, terms: LossTerms) -> None:
+def logit_gradient(
+    softmax: Tensor, labels: Tensor, lo: int, g: Tensor, vocab_size: int, terms: LossTerms
+) -> None:
     """Turn a block of probabilities, with the z-loss's factor, into the gradient of its logits, in place.
 
         dY = ((1 + 2 c L) P - (1 - s) onehot(label) - s / V) g            in stock's order of operations

@@ -1,4 +1,4 @@
-"""What the passes of the split output layer take and leave, and how statistics of all shards become the loss."""
+"""What the split output layer's passes take and leave, and how all shards' statistics become the loss."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 NOT_OWNED = torch.inf
-"""Stands for the target logit in the statistics of a shard that does not own the label. Target logits are relative
-to a maximum, so an owner never sends it."""
+"""Stands for the target logit in the statistics of a shard that does not own the label. Target logits are
+relative to a maximum, so an owner never sends it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Saving:
         return max(1, min(self.chunk_rows, -(-rows // 2)))
 
     def tokens_at_a_time(self, n: int, rows: int) -> int:
-        """Tokens of a block in mode logits, so that [tokens, rows] has no more elements than [n, chunk_rows]."""
+        """Tokens of a block in mode logits: [tokens, rows] has no more elements than [n, chunk_rows]."""
         return max(1, min(n, n * self.chunk_rows // rows))
 
 
@@ -77,8 +77,8 @@ class OutputState:
     """The shard owns rows [lo, hi) of the vocabulary."""
     saving: Saving
     stats: Tensor
-    """[3, n] or [4, n], fp32 (fp64 for fp64 models): maximum m_r, sum of exponentials z_r and target logit q_r, both
-    relative to m_r (q_r: NOT_OWNED on other shards), with label smoothing the sum of logits."""
+    """[3 or 4, n], fp32 (fp64 in fp64 models): maximum m_r, sum of exponentials z_r and target logit q_r,
+    both relative to m_r (q_r: NOT_OWNED on other shards), with label smoothing the sum of logits."""
     saved: Tensor | None
     """[n, V_r]: see `Saving`."""
     softmax_x: Tensor | None = None
@@ -106,11 +106,11 @@ class GlobalStats:
     """V, padding included, as stock includes it."""
 
     def share(self, stats: Tensor) -> Tensor:
-        """a_r [n] = z_r exp(m_r - M) / Z: the probability of this shard's rows together, out of its statistics."""
+        """a_r [n] = z_r exp(m_r - M) / Z, the probability of a shard's rows together, from its statistics."""
         return stats[1] * torch.exp(stats[0] - self.maximum) / self.total
 
     def z_factor(self, terms: LossTerms) -> Tensor | None:
-        """1 + 2 c L [n]: the z-loss multiplies the softmax part of the gradient by it; None without z-loss."""
+        """1 + 2 c L [n], by which the z-loss multiplies the softmax part of the gradient; None without it."""
         return 1.0 + 2.0 * terms.z_loss * self.log_sum_exp if terms.z_loss else None
 
 
@@ -121,8 +121,8 @@ def merge_statistics(gathered: Tensor, vocab_size: int, terms: LossTerms) -> Glo
         M = max m_r    d_r = m_r - M <= 0    Z = sum z_r exp(d_r)    T = sum over owners (q_r + d_r)
         cross entropy = ln Z - T             L = ln Z + M
 
-    A label that no shard owns (such as -100) has T = 0, as in stock: its loss is finite, and masked by the user's
-    loss function. All ranks compute the same from the same input, so they agree bit by bit.
+    A label that no shard owns (such as -100) has T = 0, as in stock: its loss is finite, and masked by the
+    user's loss function. All ranks compute the same from the same input, so they agree bit by bit.
     """
     maximum = gathered[:, 0].amax(dim=0)
     below = gathered[:, 0] - maximum

@@ -1,11 +1,15 @@
 """Adding the output layer's weight gradient to Megatron's buffer."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 
 @torch.no_grad()
-def accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor, rows: slice, *, fused: bool) -> None:
+def accumulate_weight_gradient(
+    main_grad: Tensor, gradient: Tensor, x: Tensor, rows: slice, *, fused: bool
+) -> None:
     """main_grad[rows] += gradient^T x.
 
     Args:
@@ -28,13 +32,14 @@ def accumulate_weight_gradient(main_grad: Tensor, gradient: Tensor, x: Tensor, r
         target.add_(torch.matmul(gradient.t(), x))
 
 
-def _fused_kernel(dtype: torch.dtype):  # noqa: ANN202  (a function of an extension without types)
+def _fused_kernel(dtype: torch.dtype) -> Callable[[Tensor, Tensor, Tensor], None]:
     try:
         import fused_weight_gradient_mlp_cuda as kernels
     except ModuleNotFoundError as error:
         raise RuntimeError(
-            "--gradient-accumulation-fusion is on (the default), but Apex's kernel fused_weight_gradient_mlp_cuda "
-            "is not installed. Install Apex with --cuda_ext, or pass --no-gradient-accumulation-fusion."
+            "--gradient-accumulation-fusion is on (the default), but Apex's kernel "
+            "fused_weight_gradient_mlp_cuda is not installed. Install Apex with --cuda_ext, "
+            "or pass --no-gradient-accumulation-fusion."
         ) from error
     if dtype == torch.float32:
         return kernels.wgrad_gemm_accum_fp32

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def vocab_groups(args: Namespace) -> "dict[str, Group]":
-    """Groups over tp x pp ranks; each has a communicator of its own, since all of them overlap with others."""
+    """Groups over tp x pp ranks; each has a communicator of its own, since all of them overlap with
+    others."""
     from megatron_ext.features import Group
 
     grid = megatron_grid(
@@ -86,7 +87,16 @@ def _schedule(flags: Namespace, registry: Any) -> Any:
     trace = None
     if flags.ext_trace:
         rank = torch.distributed.get_rank()
-        trace = StepTrace(flags.ext_trace, rank, registry["vocab-pipe"].rank(), flags.ext_trace_step, on_gpu())
+        trace = StepTrace(
+            flags.ext_trace, rank, registry["vocab-pipe"].rank(), flags.ext_trace_step, on_gpu()
+        )
     costs = Costs.read(flags.vocab_costs) if flags.vocab_costs else None
     overlap = flags.vocab_overlap == "on"
-    return make_schedule(registry, options, overlap=overlap, costs=costs, trace=trace)
+    return make_schedule(
+        registry,
+        options,
+        overlap=overlap,
+        costs=costs,
+        trace=trace,
+        check_bytes="bytes" in flags.ext_check,
+    )

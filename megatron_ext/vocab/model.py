@@ -1,9 +1,9 @@
 """Turns a stock GPT model, just built, into one whose vocabulary layers are shared out to all stages.
 
-Stock has built and initialised its embedding on the first stage and its output layer on the last one. Here every
-stage gets its rows of both, so a run starts from the very weights that stock starts from. The model stays stock's
-otherwise: on the first stage the word embeddings come from a queue, on the last one hidden states come out where
-logits were.
+Stock has built and initialised its embedding on the first stage and its output layer on the last one. Here
+every stage gets its rows of both, so a run starts from the very weights that stock starts from. The model
+stays stock's otherwise: on the first stage the word embeddings come from a queue, on the last one hidden
+states come out where logits were.
 """
 
 import functools
@@ -46,7 +46,9 @@ def convert(model: Any, pipe: ProcessGroup) -> None:
     offset = tp.rank() * slice_rows
     rows = (offset + parts[rank][0], offset + parts[rank][1])
     tied = model.share_embeddings_and_output_weights
-    embedding = _scatter(model.embedding.word_embeddings.weight if rank == 0 else None, parts, pipe, 0, config)
+    embedding = _scatter(
+        model.embedding.word_embeddings.weight if rank == 0 else None, parts, pipe, 0, config
+    )
     embedding_shard = EmbeddingShard(config, embedding, rows, model.vocab_size)
     output = None
     if not tied:
@@ -69,6 +71,11 @@ def convert(model: Any, pipe: ProcessGroup) -> None:
     model.share_embeddings_and_output_weights = False
     model.vocab_is_tied = tied
     model.sharded_state_dict = types.MethodType(_sharded_state_dict, model)
+    print(
+        f"[megatron_ext] stage {rank}, tensor-parallel rank {tp.rank()}: vocabulary rows {rows[0]} to {rows[1]} "
+        f"of {model.vocab_size}, {'tied' if tied else 'untied'}",
+        flush=True,
+    )
 
 
 def is_converted(model: Any) -> bool:
@@ -128,7 +135,8 @@ def after_init(pipe: Callable[[], ProcessGroup], original: Callable) -> Callable
         learned = call["position_embedding_type"] == "learned_absolute"
         scatter = call["scatter_embedding_sequence_parallel"] and self.config.sequence_parallel
         convert(self, pipe())
-        # Whether the embedding layer of the first stage takes sequence slices; other stages have no such layer.
+        # Whether the embedding layer of the first stage takes sequence slices; other stages have no such
+        # layer.
         self.vocab_scatters = scatter and not learned
 
     return __init__

@@ -5,11 +5,12 @@
                         T: dW and this shard's dX     C3: sum of dX
     vocab-1, interlaced S: logits, local softmax      C1: statistics
                         T: dW and this shard's dX     C2: sum of dX
-    vocab-2             S: also the softmax part of dX    C1: statistics, then sum of dX (without the factor g)
+    vocab-2             S: also the softmax part of dX    C1: statistics, then sum of dX (without the factor
+    g)
                         T: dW
 
-Sources: Yeung et al., arXiv 2411.05288, Algorithms 1 and 2; the formulas are in vocab/functional.py. Passes run
-where the schedule puts them; barriers are functions for the lane, and what they return comes back through
+Sources: Yeung et al., arXiv 2411.05288, Algorithms 1 and 2; the formulas are in vocab/functional.py. Passes
+run where the schedule puts them; barriers are functions for the lane, and what they return comes back through
 `after_1` to `after_3`.
 """
 
@@ -48,7 +49,7 @@ class OutputPasses:
     def __init__(self, shard: OutputShard, comm: VocabComm, options: OutputOptions):
         self.shard = shard
         self._comm = comm
-        self._options = options
+        self.options = options
         self._last = comm.pp - 1
         self._forward_only = False
         self._states: dict[int, ops.OutputState] = {}
@@ -63,7 +64,7 @@ class OutputPasses:
     @torch.no_grad()
     def first(self, i: int, x: Tensor, labels: Tensor, forward_only: bool) -> None:
         """S of microbatch `i`: `x` `[n, h]`, `labels` `[n]`."""
-        options, lo, hi = self._options, self.shard.lo, self.shard.hi
+        options, lo, hi = self.options, self.shard.lo, self.shard.hi
         self._forward_only = forward_only
         if options.mode == "naive":
             make = lambda w: ops.output_max(x, w, labels, lo, hi, saving=options.saving, terms=options.terms)  # noqa: E731
@@ -86,14 +87,14 @@ class OutputPasses:
     def third(self, i: int) -> None:
         """T of microbatch `i`: weight gradient, and but for vocab-2 this shard's part of dX."""
         state, stats, gradient = self._states.pop(i), self._stats.pop(i), self._gradients.pop(i)
-        with_input_gradient = self._options.mode != "vocab-2"
+        with_input_gradient = self.options.mode != "vocab-2"
         weight = self.shard.used_weight
         part = ops.output_gradients(
             state,
             weight,
             stats,
             gradient,
-            self._options.terms,
+            self.options.terms,
             self._accumulate(weight),
             with_input_gradient=with_input_gradient,
         )
@@ -112,7 +113,7 @@ class OutputPasses:
     @torch.no_grad()
     def scale_sum(self, i: int, gradient: Tensor) -> None:
         """Last stage, once the loss is known: vocab-2's sum still lacks the factor g `[n]`."""
-        if self._options.mode == "vocab-2":
+        if self.options.mode == "vocab-2":
             rows = self._comm.own_slice(gradient) if self.shard.config.sequence_parallel else gradient
             self._sums[i] = self._sums[i].to(gradient.dtype).mul_(rows.unsqueeze(-1))
 
@@ -125,19 +126,19 @@ class OutputPasses:
     def barrier_1(self, i: int) -> Operation:
         """C1 of microbatch `i`."""
         state = self._states[i]
-        if self._forward_only and self._options.mode != "naive":
+        if self._forward_only and self.options.mode != "naive":
             del self._states[i]
         reads = [state.stats]
-        if self._options.mode == "naive":
+        if self.options.mode == "naive":
             return lambda: self._comm.gather(state.stats[0]).amax(dim=0), reads
-        if self._options.mode == "vocab-2" and not self._forward_only:
+        if self.options.mode == "vocab-2" and not self._forward_only:
             weight = self.shard.used_weight
             return lambda: self._statistics_and_sum(state, weight), [*reads, state.softmax_x, state.labels]
         return lambda: self._merge(state), reads
 
     def barrier_2(self, i: int) -> Operation:
         """C2 of microbatch `i`."""
-        if self._options.mode == "naive":
+        if self.options.mode == "naive":
             state = self._states.pop(i) if self._forward_only else self._states[i]
             return lambda: self._merge(state), [state.stats]
         return self._sum_of_parts(i)
@@ -148,7 +149,7 @@ class OutputPasses:
 
     def after_1(self, i: int, result: Any) -> None:
         """Keep what C1 gave."""
-        if self._options.mode == "naive":
+        if self.options.mode == "naive":
             self._maxima[i] = result
         elif isinstance(result, tuple):
             self._stats[i], total = result
@@ -158,7 +159,7 @@ class OutputPasses:
 
     def after_2(self, i: int, result: Any) -> None:
         """Keep what C2 gave."""
-        if self._options.mode == "naive":
+        if self.options.mode == "naive":
             self._stats[i] = result
         else:
             self._keep_sum(i, result)
@@ -173,13 +174,13 @@ class OutputPasses:
 
     def _merge(self, state: ops.OutputState) -> ops.GlobalStats:
         gathered = self._comm.gather(state.stats)
-        return ops.merge_statistics(gathered, self.shard.padded_rows, self._options.terms)
+        return ops.merge_statistics(gathered, self.shard.padded_rows, self.options.terms)
 
     def _statistics_and_sum(
         self, state: ops.OutputState, weight: Parameter
     ) -> tuple[ops.GlobalStats, Tensor | None]:
         stats = self._merge(state)
-        part = ops.input_gradient_part(state, weight, stats, self._options.terms)
+        part = ops.input_gradient_part(state, weight, stats, self.options.terms)
         state.softmax_x = None
         return stats, self._collect(part, state.x.dtype)
 
@@ -188,7 +189,7 @@ class OutputPasses:
         return lambda: self._collect(part, self.shard.used_weight.dtype), [part]
 
     def _collect(self, part: Tensor, dtype: torch.dtype) -> Tensor | None:
-        part = part.to(self._options.sum_dtype or dtype)
+        part = part.to(self.options.sum_dtype or dtype)
         return self._comm.collect(part, root=self._last, whole=not self.shard.config.sequence_parallel)
 
     # --- weight gradients and the input layer --------------------------------------------------------------
@@ -196,7 +197,7 @@ class OutputPasses:
     def _accumulate(self, weight: Parameter) -> Callable[..., None] | None:
         if not weight.requires_grad:
             return None
-        main_grad, fused = main_gradient(weight), self._options.fused
+        main_grad, fused = main_gradient(weight), self.options.fused
 
         def add(gradient: Tensor, x: Tensor, rows: slice) -> None:
             ops.accumulate_weight_gradient(main_grad, gradient, x, rows, fused=fused)
@@ -212,9 +213,7 @@ class OutputPasses:
     def lookup_gradient(self, embedding: EmbeddingShard, gradient: Tensor, tokens: Tensor) -> None:
         """IB: add the gradients `[n, h]` of the tokens that this rank owns to its rows."""
         if embedding.weight.requires_grad:
-            ops.lookup_gradient(
-                gradient, tokens, main_gradient(embedding.weight), embedding.lo, embedding.hi
-            )
+            ops.lookup_gradient(gradient, tokens, main_gradient(embedding.weight), embedding.lo, embedding.hi)
 
 
 def main_gradient(weight: Parameter) -> Tensor:

@@ -2,8 +2,8 @@
 
 One object lives for one step. Each pass leaves what later passes need under its microbatch, and takes what it
 uses up; `arrived` puts received tensors there. The transformer passes are stock's `forward_step` and
-`backward_step`, the loss is stock's `forward_step_calc_loss` with the user's loss function; only the vocabulary
-passes are ours (vocab/functional.py), and they run without autograd.
+`backward_step`, the loss is stock's `forward_step_calc_loss` with the user's loss function; only the
+vocabulary passes are ours (vocab/functional.py), and they run without autograd.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,12 @@ import torch
 from megatron.core.pipeline_parallel import schedules as stock
 from torch import Tensor
 
+from megatron_ext.memory import category
 from megatron_ext.schedules.action import Action
 from megatron_ext.vocab.batch import Call
 from megatron_ext.vocab.comm import VocabComm
 from megatron_ext.vocab.output import OutputPasses
+from megatron_ext.vocab.volume import Sizes
 from megatron_ext.vocab.shards import EmbeddingShard, OutputShard
 
 
@@ -50,6 +52,25 @@ class Job:
     def on_last(self) -> bool:
         """Whether this is the last stage."""
         return self.comm.groups.pipe.rank() == self.last
+
+    def sizes(self, step: "Step") -> Sizes:
+        """What the bytes of a step depend on."""
+        weight, options = self.embedding.weight, self.output.options
+        return Sizes(
+            options.mode,
+            p=self.comm.pp,
+            t=self.comm.tp,
+            stage=self.comm.groups.pipe.rank(),
+            m=step.microbatches,
+            n=step.tokens[0].numel(),
+            hidden=self.config.hidden_size,
+            itemsize=weight.element_size(),
+            sum_itemsize=(options.sum_dtype or weight.dtype).itemsize,
+            sequence_parallel=self.config.sequence_parallel,
+            scatters=self.scatters,
+            statistics=options.terms.num_statistics,
+            forward_only=step.forward_only,
+        )
 
     @property
     def output_shard(self) -> OutputShard:
@@ -129,11 +150,19 @@ class StepPasses:
 
     def compute(self, action: Action) -> None:
         """Run a pass."""
-        self._passes[action.kind](action.microbatch)
+        with category("activations" if action.kind in ("F", "B") else "vocabulary"):
+            self._passes[action.kind](action.microbatch)
 
     def collective(self, action: Action) -> tuple[Callable[[], Any], Sequence[Tensor]]:
         """The operation behind a launch, and the tensors that it reads."""
-        return self._collectives[action.kind](action.microbatch)
+        with category("communication"):
+            function, inputs = self._collectives[action.kind](action.microbatch)
+
+        def run() -> Any:
+            with category("communication"):
+                return function()
+
+        return run, inputs
 
     def arrived(self, action: Action, result: Any) -> None:
         """Keep what was received for the pass that needs it."""
@@ -171,7 +200,9 @@ class StepPasses:
                 [],
                 job.config,
                 step.cp_size,
-                is_first_microbatch=stock.check_first_val_step(step.first_val_step, step.forward_only, i == 0),
+                is_first_microbatch=stock.check_first_val_step(
+                    step.first_val_step, step.forward_only, i == 0
+                ),
                 current_microbatch=i,
                 is_last_stage=False,  # the loss is a pass of its own
             )
@@ -221,7 +252,8 @@ class StepPasses:
     # --- input layer ---------------------------------------------------------------------------------------
 
     def _token_rows(self, i: int) -> Tensor:
-        """Token ids `[n]` in the order of the embedding's rows: by batch, or by sequence where stock scatters."""
+        """Token ids `[n]` in the order of the embedding's rows: by batch, or by sequence where stock
+        scatters."""
         tokens = self.step.tokens[i]
         return (tokens.t() if self.job.scatters else tokens).reshape(-1).long()
 

@@ -36,8 +36,8 @@ def no_partial_checkpointing(args: Namespace) -> str | None:
         return None
     return (
         "--num-microbatches-with-partial-activation-checkpoints counts microbatches in stock's 1F1B window, "
-        f"and --vocab-parallel {args.vocab_parallel} has a longer one. Remove it, or use --recompute-granularity "
-        "for all microbatches."
+        f"and --vocab-parallel {args.vocab_parallel} has a longer one. Remove it, or use "
+        "--recompute-granularity for all microbatches."
     )
 
 
@@ -101,8 +101,8 @@ def costs_can_be_read(args: Namespace) -> str | None:
         return None
     if not os.path.isfile(path):
         return (
-            f"--vocab-costs {path}: there is no such file. `megatron-ext trace --measured DIR` writes costs.json "
-            "from a run with --ext-trace DIR."
+            f"--vocab-costs {path}: there is no such file. `megatron-ext trace --measured DIR` writes "
+            "costs.json from a run with --ext-trace DIR."
         )
     from megatron_ext.schedules.costs import Costs
 

@@ -1,7 +1,8 @@
 """Stock's `forward_backward_func`, with the vocabulary passes in the schedule.
 
-Called and returning as stock's schedules are: it takes the user's `forward_step`, runs the program of this rank,
-reduces gradients through the same `config` hooks, and returns the loss function's reports on the last stage.
+Called and returning as stock's schedules are: it takes the user's `forward_step`, runs the program of this
+rank, reduces gradients through the same `config` hooks, and returns the loss function's reports on the last
+stage.
 """
 
 import contextlib
@@ -14,13 +15,14 @@ from megatron.core.pipeline_parallel import schedules as stock
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
+from megatron_ext import traffic
 from megatron_ext.hooks import bound
 from megatron_ext.schedules.build import build, build_listed
-from megatron_ext.schedules.check import check
+from megatron_ext.schedules.check import checked
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.schedules.lane import make_lane
 from megatron_ext.schedules.links import Boundary, Links
-from megatron_ext.schedules.lower import Program, lower
+from megatron_ext.schedules.lower import Program
 from megatron_ext.schedules.runtime import Runtime
 from megatron_ext.schedules.trace import StepTrace
 from megatron_ext.vocab.batch import record, share
@@ -28,6 +30,7 @@ from megatron_ext.vocab.comm import FEATURE, VocabComm, VocabGroups
 from megatron_ext.vocab.model import is_converted
 from megatron_ext.vocab.output import OutputOptions, OutputPasses
 from megatron_ext.vocab.passes import Job, Step, StepPasses
+from megatron_ext.vocab.volume import step_bytes
 
 
 class VocabSchedule:
@@ -42,6 +45,7 @@ class VocabSchedule:
         overlap: bool,
         costs: Costs | None,
         trace: StepTrace | None,
+        check_bytes: bool,
         on_gpu: bool,
     ):
         self._comm = VocabComm(groups)
@@ -49,6 +53,7 @@ class VocabSchedule:
         self._overlap = overlap
         self._costs = costs
         self._trace = trace
+        self._check_bytes = check_bytes
         lane = make_lane("comm", overlap=overlap, on_gpu=on_gpu)
         self._runtime = Runtime(groups.pipe.rank(), links(), lane)
         self._programs: dict[tuple[int, bool], Program] = {}
@@ -64,10 +69,13 @@ class VocabSchedule:
         config = job.config
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        before = traffic.ledger().totals()
         step, passes = self._run(call, job)
+        if self._check_bytes:
+            self._compare_bytes(before, job, step)
+        del passes
         if not call["forward_only"]:
             self._finalize(call, job, step)
-        del passes
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return step.losses
@@ -81,9 +89,7 @@ class VocabSchedule:
             schedule = made(
                 self._comm.pp, microbatches, vocab=self._options.mode, forward_only=forward_only, **costs
             )
-            program = lower(schedule, overlap=self._overlap)
-            check(program)
-            self._programs[key] = program
+            self._programs[key] = checked(schedule, overlap=self._overlap)
         return self._programs[key]
 
     def _job_of(self, model: Any) -> Job:
@@ -105,7 +111,7 @@ class VocabSchedule:
         if not is_converted(unwrap_model(model)):
             raise RuntimeError(
                 f"--vocab-parallel is on, but the model is a {type(unwrap_model(model)).__name__} whose "
-                "vocabulary layers were not shared out: only GPTModel is supported. Drop the flag for this job."
+                "vocabulary layers were not shared out: only GPTModel is supported. Drop the flag."
             )
         if call["collect_non_loss_data"]:
             raise RuntimeError(
@@ -113,7 +119,9 @@ class VocabSchedule:
                 "are never put together. Drop the flag, or the script's non-loss data function."
             )
         if call["adjust_tensor_shapes_fn"] is not None:
-            raise RuntimeError("--vocab-parallel needs stock's tensor shapes between stages; this job changes them.")
+            raise RuntimeError(
+                "--vocab-parallel needs stock's tensor shapes between stages; this job changes them."
+            )
 
     def _run(self, call: dict[str, Any], job: Job) -> tuple[Step, StepPasses]:
         config, inner = job.config, unwrap_model(job.model)
@@ -157,6 +165,22 @@ class VocabSchedule:
                 sync.vocabulary_is_ready()
         return step, passes
 
+    def _compare_bytes(self, before: dict, job: Job, step: Step) -> None:
+        """--ext-check bytes: what this rank has sent in the step is what the formulas say."""
+        after = traffic.ledger().totals()
+        sent = {
+            (kind, group): count - before.get((feature, kind, group), (0, 0))[0]
+            for (feature, kind, group), (count, _) in after.items()
+            if feature == FEATURE
+        }
+        sent = {key: count for key, count in sent.items() if count}
+        expected = step_bytes(job.sizes(step))
+        if sent != expected:
+            raise RuntimeError(
+                f"--ext-check bytes: stage {job.comm.groups.pipe.rank()} sent {sent} in this step, and the "
+                f"formulas of --vocab-parallel {self._options.mode} give {expected}."
+            )
+
     def _traced(self, program: Program) -> contextlib.AbstractContextManager:
         if self._trace is None:
             return contextlib.nullcontext()
@@ -179,7 +203,8 @@ class VocabSchedule:
 
 
 class _GradientSync:
-    """When gradients may be reduced, as stock's 1F1B decides it: not before the last microbatch's backward."""
+    """When gradients may be reduced, as stock's 1F1B decides it: not before the last microbatch's
+    backward."""
 
     def __init__(self, config: Any, job: Job):
         self._config = config
@@ -223,10 +248,11 @@ def choose(schedule: Callable[[], VocabSchedule], original: Callable) -> Callabl
     return get_forward_backward_func
 
 
-def make_schedule(
-    registry: Any, options: OutputOptions, *, overlap: bool, costs: Costs | None, trace: StepTrace | None
-) -> VocabSchedule:
-    """The schedule of this rank, from the feature's process groups; collective."""
+def make_schedule(registry: Any, options: OutputOptions, *, overlap: bool, **settings: Any) -> VocabSchedule:
+    """The schedule of this rank, from the feature's process groups; collective.
+
+    `settings` are those of `VocabSchedule`.
+    """
     from megatron_ext.record import on_gpu
 
     gpu = on_gpu()
@@ -236,9 +262,7 @@ def make_schedule(
         forward, backward = registry["pipeline-forward"], registry["pipeline-backward"]
         return Links(forward, backward, feature=FEATURE, overlap=overlap, on_gpu=gpu)
 
-    return VocabSchedule(
-        groups, links, options, overlap=overlap, costs=costs, trace=trace, on_gpu=gpu
-    )
+    return VocabSchedule(groups, links, options, overlap=overlap, on_gpu=gpu, **settings)
 
 
 def _only(value: Any) -> Any:
@@ -259,4 +283,3 @@ def _runs_in_half(model: Any) -> bool:
 
 def _on_gpu(job: Job) -> bool:
     return job.embedding.weight.is_cuda
-

@@ -21,7 +21,9 @@ OUTPUT_KEY = "output_layer.weight"
 class _Shard(MegatronModule):
     """Rows `[lo, hi)` of a stock parameter of `padded_rows` rows: `weight` `[hi - lo, h]`."""
 
-    def __init__(self, config: Any, weight: Parameter | None, key: str, rows: tuple[int, int], padded_rows: int):
+    def __init__(
+        self, config: Any, weight: Parameter | None, key: str, rows: tuple[int, int], padded_rows: int
+    ):
         super().__init__(config=config)
         self.register_parameter("weight", weight)
         self.key = key
@@ -43,8 +45,8 @@ class _Shard(MegatronModule):
 class EmbeddingShard(_Shard):
     """This rank's rows of the input embedding.
 
-    On the first stage it stands in the place of stock's word embeddings, and what the model gets from it is the
-    sum over all shards, which a pass of its own made (`feed`).
+    On the first stage it stands in the place of stock's word embeddings, and what the model gets from it is
+    the sum over all shards, which a pass of its own made (`feed`).
     """
 
     def __init__(self, config: Any, weight: Parameter, rows: tuple[int, int], padded_rows: int):
@@ -52,7 +54,8 @@ class EmbeddingShard(_Shard):
         self._fed: Tensor | None = None
 
     def feed(self, embeddings: Tensor) -> None:
-        """What the next forward pass of the model gets: `[b, s, h]`, or `[s/t, b, h]` where stock scatters."""
+        """What the next forward pass of the model gets: `[b, s, h]`, or `[s/t, b, h]` where stock
+        scatters."""
         assert self._fed is None, "the embeddings of the microbatch before were not used"
         self._fed = embeddings
 
@@ -69,8 +72,9 @@ class EmbeddingShard(_Shard):
 class OutputShard(_Shard):
     """This rank's rows of the output layer.
 
-    On the last stage it stands in the place of stock's output layer and hands the hidden states through: logits
-    exist only inside the vocabulary passes. With tied embeddings it has no parameter and uses `tied`'s.
+    On the last stage it stands in the place of stock's output layer and hands the hidden states through:
+    logits exist only inside the vocabulary passes. With tied embeddings it has no parameter and uses
+    `tied`'s.
     """
 
     def __init__(
@@ -115,12 +119,14 @@ class OutputShard(_Shard):
 
 _OUTSIDE = (
     "the model was called outside the pipeline schedule. With --vocab-parallel its embedding and logits exist "
-    "only inside the schedule's own passes: call it through Megatron's forward_backward_func, or drop the flag."
+    "only inside the schedule's own passes: call it through Megatron's forward_backward_func, or drop the "
+    "flag."
 )
 
 
-def new_parameter(rows: int, like: Tensor, like_param: Parameter | None = None) -> Parameter:
-    """An uninitialised shard parameter `[rows, h]` with the attributes that stock's vocabulary weights have."""
+def new_parameter(rows: int, like: Tensor) -> Parameter:
+    """An uninitialised shard parameter `[rows, h]` with the attributes that stock's vocabulary weights
+    have."""
     from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
     weight = Parameter(torch.empty((rows, like.shape[1]), dtype=like.dtype, device=like.device))

@@ -1,0 +1,127 @@
+"""How the transfers of a timeline relate to its passes: which of their time was hidden, and which held a rank
+up."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_ext.schedules.action import COLLECTIVES, Action, needs, roots
+from megatron_ext.schedules.simulate import Span, Timeline
+
+PARTNER = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}
+
+
+def moving_since(timeline: Timeline) -> dict[tuple[int, Action], float]:
+    """When the data of each (rank, transfer) could start to move: before that, the rank waits for another.
+
+    A collective moves once all ranks that it needs have come to it (of a broadcast: the one that sends), a
+    point-to-point transfer once both sides have. Never later than the transfer's own end.
+    """
+    p = timeline.program.schedule.p
+    launched: dict[Action, dict[int, Span]] = defaultdict(dict)
+    for span in timeline.spans:
+        if span.lane != "compute":
+            launched[span.action][span.rank] = span
+    found = {}
+    for action, spans in launched.items():
+        for rank, span in spans.items():
+            others = _others(action, rank, p, launched)
+            since = max([span.start, *(other.start for other in others)])
+            found[rank, action] = min(since, span.end)
+    return found
+
+
+def _others(action: Action, rank: int, p: int, launched: dict[Action, dict[int, Span]]) -> list[Span]:
+    if action.kind in PARTNER:
+        peer = rank + (1 if action.kind in ("SF", "RB") else -1)
+        span = launched[action._replace(kind=PARTNER[action.kind])].get(peer) if 0 <= peer < p else None
+        return [span] if span else []
+    needed = roots(action.kind, p)
+    if needed is not None and rank in needed:
+        return []
+    ranks = range(p) if needed is None else needed
+    return [launched[action][other] for other in ranks if other in launched[action]]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Time of vocabulary collectives, in rank-seconds: `early` until the other ranks came, `moved` from then
+    on.
+
+    Of `moved`: `hidden` ran beside a pass of the same rank; `exposed` held the rank up; the rest passed while
+    the rank waited for something else.
+    """
+
+    early: float = 0.0
+    moved: float = 0.0
+    hidden: float = 0.0
+    exposed: float = 0.0
+
+    def __add__(self, other: "Share") -> "Share":
+        return Share(
+            self.early + other.early,
+            self.moved + other.moved,
+            self.hidden + other.hidden,
+            self.exposed + other.exposed,
+        )
+
+
+def vocabulary_shares(timeline: Timeline, waits: tuple[Span, ...] | None = None) -> dict[str, Share]:
+    """The share of each kind of vocabulary collective, summed over ranks.
+
+    `waits` are the measured ones; without them, a pass that starts later than its predecessor ended has
+    waited. Without overlap every transfer that is not hidden is exposed, since its launch holds the rank.
+    """
+    schedule, overlap = timeline.program.schedule, timeline.program.overlap
+    waits = gaps(timeline) if waits is None else waits
+    since = moving_since(timeline)
+    totals: dict[str, Share] = {kind: Share() for kind in COLLECTIVES}
+    for rank in range(schedule.p):
+        passes = _stretches(s for s in timeline.spans if s.lane == "compute" and s.rank == rank)
+        held = _stretches(
+            s
+            for s in waits
+            if s.rank == rank and _needs_vocabulary(s.action, rank, schedule.p, schedule.vocab)
+        )
+        for span in timeline.spans:
+            if span.lane != "comm" or span.rank != rank:
+                continue
+            start, end = since[rank, span.action], span.end
+            hidden = _covered(start, end, passes)
+            exposed = _covered(start, end, held) if overlap else end - start - hidden
+            totals[span.action.kind] += Share(start - span.start, end - start, hidden, exposed)
+    return {kind: share for kind, share in totals.items() if share.moved or share.early}
+
+
+def gaps(timeline: Timeline) -> tuple[Span, ...]:
+    """Idle time before each pass, as spans of lane "wait"."""
+    free = [0.0] * timeline.program.schedule.p
+    found = []
+    for span in sorted(timeline.spans, key=lambda span: (span.start, span.end)):
+        if span.lane != "compute":
+            continue
+        if span.start > free[span.rank]:
+            found.append(Span(span.rank, "wait", span.action, free[span.rank], span.start))
+        free[span.rank] = max(free[span.rank], span.end)
+    return tuple(found)
+
+
+def _needs_vocabulary(action: Action, rank: int, p: int, vocab: str) -> bool:
+    return any(need.kind in COLLECTIVES for need in needs(action, rank, p, vocab))
+
+
+def _stretches(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    return sorted((span.start, span.end) for span in spans)
+
+
+def _covered(start: float, end: float, stretches: list[tuple[float, float]]) -> float:
+    """Time from `start` to `end` that lies in the stretches, which are in order and do not overlap each
+    other."""
+    total = 0.0
+    for at in range(max(0, bisect_right(stretches, (start,)) - 1), len(stretches)):
+        a, b = stretches[at]
+        if a >= end:
+            break
+        total += max(0.0, min(end, b) - max(start, a))
+    return total

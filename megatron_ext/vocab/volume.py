@@ -1,0 +1,90 @@
+"""Bytes that a rank sends in one step, as formulas; docs/vocabulary-parallelism.md states them in words.
+
+n tokens a microbatch, m microbatches, p stages, t tensor-parallel ranks, h hidden size; e bytes per number of the
+model's type, f of the type in which dX is summed. S = ceil(n / t) rows are one tensor-parallel rank's slice.
+
+    spread    broadcast (p-1) S h e at the root     all-gather (t-1) S h e on every rank
+    collect   reduce-scatter (t-1) S h x            reduce S h x but at the root      all-gather (t-1) S h x at the
+              root's stage, where all rows are needed on each of its ranks
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the bytes of one rank depend on."""
+
+    mode: str
+    p: int
+    t: int
+    stage: int
+    m: int
+    n: int
+    hidden: int
+    itemsize: int
+    """Bytes per number of weights and activations."""
+    sum_itemsize: int
+    """Bytes per number of the summed dX."""
+    sequence_parallel: bool
+    scatters: bool
+    """Embeddings leave stock's embedding layer split along the sequence."""
+    statistics: int = 3
+    """Rows of statistics per token: 3, with label smoothing 4."""
+    forward_only: bool = False
+
+
+def step_bytes(sizes: Sizes) -> dict[tuple[str, str], int]:
+    """Bytes by (kind, group) that this rank sends in a step; groups of one rank and zeros are left out."""
+    volume = _Volume(sizes)
+    last, training = sizes.p - 1, not sizes.forward_only
+    volume.broadcast(root=0, amount=4 * sizes.m * sizes.n)  # tokens
+    volume.broadcast(root=last, amount=4 * sizes.m * sizes.n)  # labels
+    for _ in range(sizes.m):
+        volume.collect(root=0, itemsize=sizes.itemsize, whole=not sizes.scatters)  # e
+        volume.spread(root=last)  # C0
+        if sizes.mode == "naive":
+            volume.gather(rows=1)  # C1
+        volume.gather(rows=sizes.statistics)  # C1, naive C2
+        volume.transfers(training)
+        if training:
+            volume.collect(root=last, itemsize=sizes.sum_itemsize, whole=not sizes.sequence_parallel)
+            volume.broadcast(root=last, amount=4 * sizes.n)  # G
+            volume.spread(root=0)  # g
+    return {key: amount for key, amount in volume.total.items() if amount}
+
+
+class _Volume:
+    def __init__(self, sizes: Sizes):
+        self.s = sizes
+        self.total: Counter[tuple[str, str]] = Counter()
+        self.slice_ = -(-sizes.n // sizes.t) * sizes.hidden
+
+    def broadcast(self, root: int, amount: int) -> None:
+        if self.s.stage == root:
+            self.total["broadcast", "vocab-pipe"] += (self.s.p - 1) * amount
+
+    def spread(self, root: int) -> None:
+        amount = self.slice_ * self.s.itemsize
+        self.broadcast(root, amount)
+        self.total["all_gather", "vocab-tensor"] += (self.s.t - 1) * amount
+
+    def collect(self, root: int, itemsize: int, whole: bool) -> None:
+        amount = self.slice_ * itemsize
+        self.total["reduce_scatter", "vocab-tensor"] += (self.s.t - 1) * amount
+        if self.s.stage != root:
+            self.total["reduce", "vocab-pipe"] += amount
+        elif whole:
+            self.total["all_gather", "vocab-tensor"] += (self.s.t - 1) * amount
+
+    def gather(self, rows: int) -> None:
+        self.total["all_gather", "vocab-shards"] += (self.s.p * self.s.t - 1) * rows * self.s.n * 4
+
+    def transfers(self, training: bool) -> None:
+        rows = self.s.n // self.s.t if self.s.sequence_parallel else self.s.n
+        amount = rows * self.s.hidden * self.s.itemsize
+        if self.s.stage < self.s.p - 1:
+            self.total["send", "pipeline-forward"] += amount
+        if training and self.s.stage > 0:
+            self.total["send", "pipeline-backward"] += amount
