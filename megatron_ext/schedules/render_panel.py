@@ -115,7 +115,7 @@ def parse_window(text: str, panels: Sequence[Panel], units: Units) -> Window:
     """The window that a user asks for.
 
     "10:25" are times as the axis counts them; "m3:m5" is from the first to the last pass of microbatches 3
-    to 5.
+    to 5, those of the embedding aside.
 
     Raises:
         ValueError: another form, or nothing in it.
@@ -149,7 +149,9 @@ def _of_microbatches(first: int, last: int, panels: Sequence[Panel]) -> Window:
         span
         for panel in panels
         for span in panel.timeline.spans
-        if span.lane == "compute" and first <= span.action.microbatch <= last
+        if span.lane == "compute"
+        and span.action.kind not in ("IF", "IB")  # may run long before and after the others
+        and first <= span.action.microbatch <= last
     ]
     return Window(min(span.start for span in inside), max(span.end for span in inside))
 

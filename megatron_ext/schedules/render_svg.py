@@ -51,9 +51,8 @@ def picture(
     samples, y = legend(panels, LEFT, right - 8, 44 if titled else 18)
     body += samples
     if window != whole(panels):
-        part = (
-            f"{units.number(window.start)} to {units.text(window.end)} (bubbles and peaks: of the whole step)"
-        )
+        part = f"shown: {units.number(window.start)} to {units.text(window.end)}"
+        part += " (bubbles and peaks are those of the whole step)"
         body.append(_text(LEFT, y + 9, part, "soft"))
         y += 16
     detailed = _blocks(panels, window) <= MOST_BLOCKS

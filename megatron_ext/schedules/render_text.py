@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from megatron_ext.schedules.action import Action
-from megatron_ext.schedules.render_panel import Panel, Units, Window, nice_step, ticks, timeless, whole
+from megatron_ext.schedules.render_panel import (
+    WORDS,
+    Panel,
+    Units,
+    Window,
+    kinds_of,
+    nice_step,
+    ticks,
+    timeless,
+    whole,
+)
 
 IDLE, FILL = ".", "-"
 MOST_COLUMNS = 5  # that short passes may stretch a forward pass to
@@ -39,6 +49,7 @@ def grid(
     for rank in range(panel.p):
         pieces = _clip(_row(panel, rank, window, per_time, needed), shown)
         lines.append(f"rank {rank}".ljust(name) + "".join(_painted(piece, colour) for piece in pieces))
+    lines.append(_legend(panel, colour))
     return "\n".join([*lines, *_notes(panel, window, units, per_time, shown, needed, name)])
 
 
@@ -104,6 +115,14 @@ def _axis(window: Window, units: Units, per_time: float, shown: int) -> str:
         if at >= len(line) and at + len(label) <= shown:
             line = line.ljust(at) + label
     return f"{line} {units.name}"
+
+
+def _legend(panel: Panel, colour: bool) -> str:
+    kinds = kinds_of(panel.timeline.spans, ("compute",))
+    samples = [
+        f"{_painted(_Piece(kind, kind), colour)} {WORDS[kind].removesuffix(f' {kind}')}" for kind in kinds
+    ]
+    return f"({', '.join([*samples, f'{IDLE} bubble'])})"
 
 
 def _notes(

@@ -15,8 +15,8 @@ PARTNER = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}
 def moving_since(timeline: Timeline) -> dict[tuple[int, Action], float]:
     """When the data of each (rank, transfer) could start to move: before that, the rank waits for another.
 
-    A collective moves once all ranks that it needs have come to it (of a broadcast: the one that sends), a
-    point-to-point transfer once both sides have. Never later than the transfer's own end.
+    A collective moves once all ranks have come to it, but to a rank that receives a broadcast once its sender
+    has; a point-to-point transfer once both sides have. Never later than the transfer's own end.
     """
     p = timeline.program.schedule.p
     launched: dict[Action, dict[int, Span]] = defaultdict(dict)
@@ -37,10 +37,8 @@ def _others(action: Action, rank: int, p: int, launched: dict[Action, dict[int, 
         peer = rank + (1 if action.kind in ("SF", "RB") else -1)
         span = launched[action._replace(kind=PARTNER[action.kind])].get(peer) if 0 <= peer < p else None
         return [span] if span else []
-    needed = roots(action.kind, p)
-    if needed is not None and rank in needed:
-        return []
-    ranks = range(p) if needed is None else needed
+    sources = roots(action.kind, p)
+    ranks = range(p) if sources is None or rank in sources else sources
     return [launched[action][other] for other in ranks if other in launched[action]]
 
 

@@ -94,7 +94,8 @@ def write(shown: Shown, request: Request, tables: list[Table]) -> list[Path]:
             (request.out / name).write_text(content, encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"--out {request.out}: cannot be written to ({error.strerror}). Give another folder as --out."
+            f"--output {request.out}: cannot be written to ({error.strerror}). Give another folder as "
+            "--output."
         ) from error
     return [request.out / name for name in contents]
 

@@ -83,7 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     both.add_argument("--width", metavar="N", help="columns of the terminal's grid (default: the terminal's)")
     both.add_argument("--lists", action="store_true", help="print each rank's actions in order, too")
     both.add_argument(
-        "--out", metavar="DIR", help="for schedule.svg, .html, .json (default: trace; measured: its DIR)"
+        "--output",
+        "--out",
+        metavar="DIR",
+        help="for schedule.svg, .html, .json (default: trace; measured: its DIR)",
     )
     return parser
 
@@ -106,7 +109,7 @@ def parse(argv: list[str]) -> Request:
     if found:
         raise UserError(*found)
     measured = Path(args.measured) if args.measured else None
-    out = Path(args.out) if args.out else measured or Path("trace")
+    out = Path(args.output) if args.output else measured or Path("trace")
     assert replica is not None
     return Request(planned, measured, replica, costs, args.window, width, args.lists, out)
 

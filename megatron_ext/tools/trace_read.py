@@ -18,6 +18,8 @@ from megatron_ext.schedules.render_panel import Panel
 from megatron_ext.schedules.simulate import Span, Timeline
 
 SCHEMA = 1
+MEASURED = "measured"
+"""The name of a measured timeline."""
 LANES = ("compute", "wait", "comm", "p2p-f", "p2p-b")
 SAME = ("p", "m", "pipeline", "vocab", "overlap", "step")
 """What the files of one step must agree on."""
@@ -77,7 +79,7 @@ def read_measured(folder: Path, replica: int = 0) -> Measured:
     )
     waits = tuple(span for span in spans if span.lane == "wait")
     return Measured(
-        Panel("measured", timeline, waits), head["step"], replica, replicas, schedule.ranks == plan.ranks
+        Panel(MEASURED, timeline, waits), head["step"], replica, replicas, schedule.ranks == plan.ranks
     )
 
 
@@ -182,13 +184,13 @@ def _check_heads(folder: Path, traces: Sequence[RankTrace]) -> None:
     stages = Counter(trace.stage for trace in traces)
     p, missing_ranks = traces[0].head["p"], sorted(set(range(traces[-1].rank + 1)) - {t.rank for t in traces})
     missing_stages = [stage for stage in range(p) if stages[stage] < max(stages.values())]
-    if missing_ranks or missing_stages or max(stages) >= p:
-        what = f"of {p} pipeline stages" + (f", {_some(missing_stages)} lack files" if missing_stages else "")
-        what += f"; of ranks, {_some(missing_ranks)} have none" if missing_ranks else ""
-        what += f"; there are files of stage {max(stages)}" if max(stages) >= p else ""
+    wrong = [f"there are no files of stage {_some(missing_stages)}, or too few"] if missing_stages else []
+    wrong += [f"there are none of rank {_some(missing_ranks)}"] if missing_ranks else []
+    wrong += [f"there are files of stage {max(stages)}"] if max(stages) >= p else []
+    if wrong:
         raise UserError(
-            f"{folder}: {what}. Copy the files of all nodes into one folder; if a rank was stopped before it "
-            "wrote, record the step again."
+            f"{folder}: the run has {p} pipeline stages, and {', and '.join(wrong)}. Copy the files of "
+            "all nodes into one folder; if a rank was stopped before it wrote, record the step again."
         )
 
 
@@ -252,8 +254,8 @@ def measured_costs(timeline: Timeline) -> Costs:
             transfers[_transfer(span)].append(span)
     comm = defaultdict(list)
     for (kind, _), spans in transfers.items():
-        # Clocks of hosts differ: a transfer of less than that difference may seem to end before it starts.
-        comm[kind].append(max(0.0, max(s.end for s in spans) - max(s.start for s in spans)))
+        # The rank that comes last does not wait for others. Its span is the shortest, by any rank's clock.
+        comm[kind].append(min(span.end - span.start for span in spans))
 
     def per_rank(kind: str) -> tuple[float, ...]:
         return tuple(_mean(passes[kind, rank]) for rank in range(p))

@@ -8,7 +8,7 @@ from megatron_ext.schedules.render_panel import Panel, Units
 from megatron_ext.schedules.render_text import percent, rank_rows
 from megatron_ext.schedules.simulate import Span
 from megatron_ext.schedules.transfers import Share, gaps, vocabulary_shares
-from megatron_ext.tools.trace_read import Measured
+from megatron_ext.tools.trace_read import MEASURED, Measured
 
 # Of the unit of one forward pass. vocab-2 has two of the three matrix products in S, the others one.
 _UNIT_COSTS = {
@@ -123,8 +123,8 @@ def _both_ranks(panels: Sequence[Panel], units: Units) -> Table:
         cells = [_rank_cells(panel, rank, units) for panel in panels]
         rows.append([str(rank), *(cell for pair in zip(*cells, strict=True) for cell in pair)])
     about = (
-        "Waits: time before passes in which the rank had nothing to do; measured, what passes waited for "
-        "transfers. The rest of a measured bubble is the host's own work, and the end of the step."
+        "Waits: time before passes in which the rank had nothing to do; measured with overlap, what passes "
+        "waited for transfers. The rest of a bubble is the end of the step, and work between passes."
     )
     return Table("Ranks", rows, about)
 
@@ -141,7 +141,9 @@ def _rank_cells(panel: Panel, rank: int, units: Units) -> list[str]:
 
 
 def _waits(panel: Panel) -> tuple[Span, ...]:
-    return panel.waits if panel.name == "measured" else gaps(panel.timeline)
+    """Recorded waits; without overlap launches hold the rank, and it is the gaps between passes."""
+    recorded = panel.name == MEASURED and panel.timeline.program.overlap
+    return panel.waits if recorded else gaps(panel.timeline)
 
 
 def _transfer_table(panels: Sequence[Panel], units: Units) -> list[Table]:

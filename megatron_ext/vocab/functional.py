@@ -5,14 +5,13 @@ the last stage, y [n] the labels, g [n] the gradient of the total loss with resp
 All but the GEMMs is fp32 (fp64 in fp64 models). Sums over r run over all shards.
 
     Y_r = X W_r^T     m_r = max Y_r     E_r = exp(Y_r - m_r)     z_r = sum E_r     q_r = Y_r[y] - m_r if owned
-    Q_r = E_r / z_r   the shard's own softmax
     M = max_r m_r     Z = sum_r z_r exp(m_r - M)     loss = ln Z - (Y[y] - M)        merge_statistics
-    a_r = z_r exp(m_r - M) / Z                       P_r = a_r Q_r   the softmax of the whole vocabulary
+    a_r = z_r exp(m_r - M) / Z                       P_r = E_r exp(m_r - M) / Z   softmax of all of V
     dY_r = (P_r - onehot_r(y)) g     dX = sum_r dY_r W_r     dW_r = dY_r^T X
 
     naive     S output_max    barrier: M     U output_sums    barrier: Z    T output_gradients    barrier: dX
     vocab-1   S output_pass   barrier: M, Z                   T output_gradients    barrier: dX  (Algorithm 1)
-    vocab-2   S output_pass, also A_r = Q_r W_r               barrier: M, Z, dX
+    vocab-2   S output_pass, also A_r = E_r W_r / z_r         barrier: M, Z, dX
               T output_gradients, dW only                                                        (Algorithm 2)
 
 In vocab-2 dX = g sum_r (a_r A_r - W_r[y] if owned), which is known before g is: `input_gradient_part`. Label
@@ -83,7 +82,7 @@ def output_pass(
     with_input_gradient: bool,
     terms: LossTerms,
 ) -> OutputState:
-    """S: m_r, z_r, q_r and what T needs; with the input gradient (vocab-2) also A_r = Q_r W_r.
+    """S: m_r, z_r, q_r and what T needs; with the input gradient (vocab-2) also A_r = E_r W_r / z_r.
 
     Args:
         x: [n, h], model dtype.
@@ -146,7 +145,8 @@ def input_gradient_part(state: OutputState, weight: Tensor, stats: GlobalStats, 
     """
     part, state.softmax_x = state.softmax_x, None
     assert part is not None, "the pass ran without the input gradient, or it was taken before"
-    part.mul_(_softmax_factor(state, stats, terms).unsqueeze(1))
+    share, factor = stats.share(state.stats), stats.z_factor(terms)
+    part.mul_((share if factor is None else share * factor).unsqueeze(1))
     smoothing = terms.smoothing(stats.vocab_size)
     own, index = block.owned(state.labels, state.lo, state.hi)
     targets = weight.index_select(0, index).to(part.dtype)
@@ -187,28 +187,20 @@ def _new_stats(x: Tensor, terms: LossTerms) -> Tensor:
 
 
 def _statistics(state: OutputState, weight: Tensor, maximum: Tensor) -> None:
-    """Fill in statistics and A_r out of the saved logits. In mode softmax these become the softmax."""
+    """Fill in statistics and A_r out of the saved logits. In mode softmax these become exponentials."""
     logits = state.saved
     assert logits is not None
     n, rows = logits.shape
-    keep_softmax = state.saving.mode == "softmax"
-    size = n if keep_softmax else state.saving.tokens_at_a_time(n, rows)
+    in_place = state.saving.mode == "softmax"
+    size = n if in_place else state.saving.tokens_at_a_time(n, rows)
     for start in range(0, n, size):
         tokens = slice(start, start + size)
-        part = logits if keep_softmax else logits[tokens].to(maximum.dtype, copy=True)
+        part = logits if in_place else logits[tokens].to(maximum.dtype, copy=True)
         stats = state.stats[:, tokens]
         block.exponentiate(part, maximum[tokens], state.labels[tokens], state.lo, stats)
-        if keep_softmax or state.softmax_x is not None:
-            block.normalise(part, stats[1])
         if state.softmax_x is not None:
-            state.softmax_x[tokens] = block.softmax_times_weight(part, weight)
+            state.softmax_x[tokens] = block.softmax_times_weight(part, stats[1], weight)
         del part
-
-
-def _softmax_factor(state: OutputState, stats: GlobalStats, terms: LossTerms) -> Tensor:
-    """[n]: turns the shard's own softmax into that of the whole vocabulary, with the z-loss's factor."""
-    share, factor = stats.share(state.stats), stats.z_factor(terms)
-    return share if factor is None else share * factor
 
 
 def _logit_gradient(state: OutputState, stats: GlobalStats, g: Tensor, terms: LossTerms) -> Tensor:
@@ -216,7 +208,10 @@ def _logit_gradient(state: OutputState, stats: GlobalStats, g: Tensor, terms: Lo
     saved, state.saved = state.saved, None
     assert saved is not None, "gradients were computed before, or what they need was dropped"
     if state.saving.mode == "softmax":
-        saved.mul_(_softmax_factor(state, stats, terms).unsqueeze(1))
+        # E exp(m_r - M) / Z as one division: by infinity where the shard's share is 0.
+        scale = torch.exp(state.stats[0] - stats.maximum)
+        factor = stats.z_factor(terms)
+        saved.div_((stats.total / (scale if factor is None else scale * factor)).unsqueeze(1))
         block.logit_gradient(saved, state.labels, state.lo, g, stats.vocab_size, terms)
         return saved
     size = state.saving.tokens_at_a_time(*saved.shape)

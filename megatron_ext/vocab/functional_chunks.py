@@ -53,8 +53,7 @@ def _chunk_pass(
     block.exponentiate(logits, logits.amax(dim=-1), labels, lo, stats)
     if not with_input_gradient:
         return None
-    block.normalise(logits, stats[1])
-    return block.softmax_times_weight(logits, weight)
+    return block.softmax_times_weight(logits, stats[1], weight)
 
 
 def _merge(stats: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:

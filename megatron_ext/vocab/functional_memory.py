@@ -26,7 +26,7 @@ def kept_bytes(
 
         i n h + 8 n + k s n   + s n R (softmax) or i n R (logits)   + s n h (vocab-2, until its barrier ends)
 
-    k = `num_statistics` of `LossTerms`. In the naive grouping, the softmax exists from U on.
+    k = `num_statistics` of `LossTerms`. In the naive grouping, fp32 exponentials exist from U on.
     """
     s = _statistics_size(itemsize)
     per_row = {"softmax": s, "logits": itemsize, "none": 0}[saving.mode]

@@ -6,8 +6,8 @@ from torch import Tensor
 from megatron_ext.vocab.functional_state import NOT_OWNED, GlobalStats, LossTerms
 
 FP16_SCALE = 4096.0
-"""Probabilities are multiplied by it before they become fp16, where digits are lost below 6e-5: 1 / V is that
-small. A product with the weight stays finite up to weights of 15, since probabilities sum up to at most 1."""
+"""What a token's exponentials sum up to about when they become fp16. Digits are lost below 6e-5, and 1 / V is
+that small; a product with the weight stays finite for weights up to 15."""
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -54,19 +54,19 @@ def exponentiate(logits: Tensor, maximum: Tensor, labels: Tensor, lo: int, stats
     stats[1] = logits.sum(dim=-1)
 
 
-def normalise(exponentials: Tensor, total: Tensor) -> None:
-    """Q = E / z, in place."""
-    exponentials.div_(divisor(total).unsqueeze(1))
-
-
-def softmax_times_weight(softmax: Tensor, weight: Tensor) -> Tensor:
-    """Q W [n, h] in fp32, out of a GEMM in the weight's type; `softmax` is fp32 and the same afterwards."""
+def softmax_times_weight(exponentials: Tensor, total: Tensor, weight: Tensor) -> Tensor:
+    """E W / z [n, h] in fp32, out of a GEMM in the weight's type; E [n, rows] is the same afterwards."""
     if weight.dtype != torch.float16:
-        return torch.matmul(softmax.to(weight.dtype), weight).to(softmax.dtype)
-    softmax.mul_(FP16_SCALE)
-    half = softmax.to(weight.dtype)
-    softmax.mul_(1.0 / FP16_SCALE)
-    return torch.matmul(half, weight).to(softmax.dtype).mul_(1.0 / FP16_SCALE)
+        product = torch.matmul(exponentials.to(weight.dtype), weight).to(exponentials.dtype)
+        return product.div_(divisor(total).unsqueeze(1))
+    # Powers of two, close to FP16_SCALE / z, change no digit and can be taken back.
+    _, exponent = torch.frexp(total)
+    scale = torch.ldexp(torch.full_like(total, FP16_SCALE), -exponent)
+    exponentials.mul_(scale.unsqueeze(1))
+    half = exponentials.to(weight.dtype)
+    exponentials.div_(scale.unsqueeze(1))
+    product = torch.matmul(half, weight).to(exponentials.dtype)
+    return product.div_((scale * divisor(total)).unsqueeze(1))
 
 
 def probabilities(logits: Tensor, stats: GlobalStats, tokens: slice) -> Tensor:

@@ -44,8 +44,8 @@ class Saving:
     """What lives between S and T. Raises ValueError for another mode or a chunk without rows."""
 
     mode: Literal["softmax", "logits", "none"] = "softmax"
-    """softmax: the shard's own softmax in fp32, [n, V_r]. logits: logits in the model's type, [n, V_r]. none:
-    nothing of this size; logits are computed once more in T, one chunk of the vocabulary after the other."""
+    """softmax: the shard's exponentials in fp32, [n, V_r]. logits: logits in the model's type, [n, V_r].
+    none: nothing of this size; T computes logits once more, one chunk of the vocabulary after the other."""
     chunk_rows: int = 8192
     """Vocabulary rows at a time in mode none; mode logits bounds its fp32 buffers by as many elements."""
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.layout import DEFAULT_ORDER, TP_PP_DP_ORDER, megatron_grid
 from megatron_ext.patching import Patch
+from megatron_ext.vocab.checkpoint import name_buffers_apart, refuse_foreign_buffers
 
 if TYPE_CHECKING:
     from megatron_ext.features import Context, Group
@@ -47,7 +48,23 @@ def vocab_patches(context: "Context") -> list[Patch]:
 
         return choose(functools.cache(lambda: _schedule(flags, registry)), original)
 
+    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__"
     return [
+        Patch(
+            optimizer,
+            name_buffers_apart,
+            "wrap",
+            "names of its own for flat optimizer buffers in checkpoints",
+            "vocab",
+        ),
+        Patch(
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            refuse_foreign_buffers,
+            "wrap",
+            "flat buffers of a run without the feature are refused",
+            "vocab",
+            needs=("load_dir", "args"),
+        ),
         Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
             model,

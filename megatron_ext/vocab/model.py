@@ -72,8 +72,8 @@ def convert(model: Any, pipe: ProcessGroup) -> None:
     model.vocab_is_tied = tied
     model.sharded_state_dict = types.MethodType(_sharded_state_dict, model)
     print(
-        f"[megatron_ext] stage {rank}, tensor-parallel rank {tp.rank()}: vocabulary rows {rows[0]} to {rows[1]} "
-        f"of {model.vocab_size}, {'tied' if tied else 'untied'}",
+        f"[megatron_ext] stage {rank}, tensor-parallel rank {tp.rank()}: vocabulary rows {rows[0]} to "
+        f"{rows[1]} of {model.vocab_size}, {'tied' if tied else 'untied'}",
         flush=True,
     )
 

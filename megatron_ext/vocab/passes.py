@@ -19,8 +19,8 @@ from megatron_ext.schedules.action import Action
 from megatron_ext.vocab.batch import Call
 from megatron_ext.vocab.comm import VocabComm
 from megatron_ext.vocab.output import OutputPasses
-from megatron_ext.vocab.volume import Sizes
 from megatron_ext.vocab.shards import EmbeddingShard, OutputShard
+from megatron_ext.vocab.volume import Sizes
 
 
 @dataclass

@@ -118,9 +118,9 @@ class OutputShard(_Shard):
 
 
 _OUTSIDE = (
-    "the model was called outside the pipeline schedule. With --vocab-parallel its embedding and logits exist "
-    "only inside the schedule's own passes: call it through Megatron's forward_backward_func, or drop the "
-    "flag."
+    "the model was called outside the pipeline schedule. With --vocab-parallel its embedding and logits "
+    "exist only inside the schedule's own passes: call it through Megatron's forward_backward_func, or drop "
+    "the flag."
 )
 
 

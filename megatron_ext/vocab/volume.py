@@ -1,11 +1,11 @@
 """Bytes that a rank sends in one step, as formulas; docs/vocabulary-parallelism.md states them in words.
 
-n tokens a microbatch, m microbatches, p stages, t tensor-parallel ranks, h hidden size; e bytes per number of the
-model's type, f of the type in which dX is summed. S = ceil(n / t) rows are one tensor-parallel rank's slice.
+n tokens a microbatch, m microbatches, p stages, t tensor-parallel ranks, h hidden size; e bytes per number of
+the model's type. S = ceil(n / t) rows are one tensor-parallel rank's slice.
 
-    spread    broadcast (p-1) S h e at the root     all-gather (t-1) S h e on every rank
-    collect   reduce-scatter (t-1) S h x            reduce S h x but at the root      all-gather (t-1) S h x at the
-              root's stage, where all rows are needed on each of its ranks
+    spread    broadcast (p-1) S h e at the root, all-gather (t-1) S h e on every rank
+    collect   of numbers of x bytes: reduce-scatter (t-1) S h x on every rank, reduce S h x on all but the
+              root, all-gather (t-1) S h x at the root's stage where each of its ranks needs all rows
 """
 
 from collections import Counter

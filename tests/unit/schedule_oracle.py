@@ -192,3 +192,27 @@ def stock_row(p: int, m: int, rank: int) -> list[str]:
     for i in range(m - warmup):
         row += [f"F{warmup + i}", f"B{i}"]
     return row + [f"B{i}" for i in range(m - warmup, m)]
+
+
+def in_slots(words: list[str], m: int) -> list[str]:
+    """A list in the notation of the oracle: L dropped, and "T(j-1) S(j)" as one slot."""
+    out: list[str] = []
+    left = [word for word in words if word[0] != "L"]
+    while left:
+        word = left.pop(0)
+        if word[0] != "T":
+            out.append(word)
+            continue
+        slot = int(word[1:]) + 1
+        assert slot == m or left.pop(0) == f"S{slot}", f"{word} is not followed by S{slot}"
+        out.append(f"S{slot}")
+    return out
+
+
+def with_gradients_in_c0(words: list[str], m: int) -> list[str]:
+    """Collectives in the notation of the oracle: g travels with the next C0, the last one as C0(m)."""
+    return [
+        f"C0({m})" if word == f"G({m - 1})" else word
+        for word in words
+        if word[:2] != "G(" or word == f"G({m - 1})"
+    ]

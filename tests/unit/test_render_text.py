@@ -31,10 +31,11 @@ def _names(line: str) -> list[str]:
 
 def test_two_ranks_without_vocabulary_parallelism():
     panel = _panel(2, 3)
-    assert render_text.grid(panel, units_of([panel], False)).splitlines()[:3] == [
+    assert render_text.grid(panel, units_of([panel], False)).splitlines() == [
         "time    0                   5                   10 F",
         "rank 0  F0--F1--........B0------F2--B1------....B2------",
         "rank 1  ....F0--B0------F1--B1------F2--B2------........",
+        "(F forward pass, B backward pass, . bubble)",
     ]
 
 

@@ -1,0 +1,225 @@
+"""Planned memory of a training step, by rank and category, from the architecture and the schedule.
+
+    plan_memory(model_description(args, gpu=True), program) -> [MemoryPlan of rank 0, ...]
+
+Each rank's program is walked: passes and receives take and leave bytes, and the plan is the state at the
+highest sum. What one pass needs inside itself counts while it runs. Nothing is fitted: weights, gradients and
+optimizer states are counted, activations follow from what each operation keeps for its backward pass
+(memory_layers.py), vocabulary passes from functional_memory.py. Left out: scratch space of kernels and of
+communication libraries, padding of buffers, and the optimizer's step.
+"""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from megatron_ext.vocab import memory_layers as layers
+from megatron_ext.vocab.memory_description import Description
+
+if TYPE_CHECKING:
+    from megatron_ext.schedules.action import Action
+    from megatron_ext.schedules.lower import Program
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on one rank at its peak."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of transformer passes; in stock's pipeline also of its embedding and output layer."""
+    vocabulary: int
+    """Of vocabulary passes, what they send and receive included."""
+
+    @property
+    def total(self) -> int:
+        """All categories."""
+        return sum(asdict(self).values())
+
+    def as_dict(self) -> dict[str, int]:
+        """By category, as a run's record holds it."""
+        return asdict(self)
+
+
+def plan_memory(d: Description, program: "Program") -> list[MemoryPlan]:
+    """The plan of every pipeline rank (of its first tensor-parallel rank) for one training step.
+
+    Raises:
+        ValueError: program and description are of different pipelines.
+    """
+    schedule = program.schedule
+    if schedule.p != d.pipeline or schedule.vocab != d.vocab_mode or len(d.stage_layers) != d.pipeline:
+        raise ValueError(
+            f"the program is for {schedule.p} ranks with vocabulary {schedule.vocab}, the description for "
+            f"{d.pipeline} ranks with {len(d.stage_layers)} stages and {d.vocab_mode}"
+        )
+    return [_plan(d, program, rank) for rank in range(d.pipeline)]
+
+
+def planned_program(d: Description, microbatches: int) -> "Program":
+    """The program to plan a step of many microbatches with: the peak of a pipeline comes in its first 4p."""
+    from megatron_ext.schedules.build import build
+    from megatron_ext.schedules.lower import lower
+
+    return lower(build(d.pipeline, min(microbatches, 4 * d.pipeline), vocab=d.vocab_mode))
+
+
+def _plan(d: Description, program: "Program", rank: int) -> MemoryPlan:
+    count = layers.params(d, rank)
+    shards = d.data * d.context if d.distributed_optimizer else 1
+    walk = _VocabularyWalk(d, rank) if d.vocab_mode != "off" else _Walk(d, rank)
+    for action in program.ranks[rank]:
+        walk.step(action)
+    activations, vocabulary = walk.peak
+    return MemoryPlan(
+        weights=count * d.itemsize,
+        gradients=count * d.grad_itemsize,
+        optimizer=-(-count * (d.master_itemsize + d.state_itemsize) // shards),
+        activations=activations,
+        vocabulary=vocabulary,
+    )
+
+
+class _Walk:
+    """Activations of one rank along its program, in stock's pipeline."""
+
+    def __init__(self, d: Description, rank: int):
+        self.d, self.rank = d, rank
+        self.first, self.last = rank == 0, rank == d.pipeline - 1
+        self.kept = layers.stage_kept(d, rank)
+        self.hidden = layers.hidden_bytes(d)
+        self.held: Counter[tuple[str, int]] = Counter()  # (what, microbatch) -> bytes
+        self.vocabulary: Counter[tuple[str, int]] = Counter()
+        self.peak = (0, 0)
+
+    def step(self, action: "Action") -> None:
+        """Take note of one action: the moments of a pass, then what it leaves."""
+        handle = getattr(self, f"_{action.kind}", None)
+        if handle is not None:
+            handle(action.microbatch)
+
+    def moment(self, extra: int = 0, vocabulary: int = 0) -> None:
+        """A moment at which `extra` bytes exist beside what is held."""
+        now = (self.held.total() + extra, self.vocabulary.total() + vocabulary)
+        if sum(now) > sum(self.peak):
+            self.peak = now
+
+    def _RF(self, i: int) -> None:
+        self.held["input", i] = self.hidden
+        self.moment()
+
+    def _RB(self, i: int) -> None:
+        self.held["gradient", i] = self.hidden
+        self.moment()
+
+    def _F(self, i: int) -> None:
+        self.held.pop(("input", i), None)  # the first layer keeps it
+        self.held["kept", i] = self.kept
+        self.moment(2 * self.hidden)  # the last layer's sum, and its output before it is sent
+        if self.last and self.d.vocab_mode == "off":
+            self.moment(self._logits(forward=True))
+            self.held["softmax", i] = 4 * self._logit_count
+
+    def _B(self, i: int) -> None:
+        self.moment(self._backward(i))
+        if self.last and self.d.vocab_mode == "off":
+            self.moment(self._logits(forward=False))
+            self.held.pop(("softmax", i))
+            weight = self.d.vocab // self.d.tensor * self.d.hidden
+            self.moment(self.d.itemsize * (self._logit_count + weight) + self.hidden)
+            self.moment(self._backward(i))
+        self.held.pop(("kept", i))
+        self.held.pop(("gradient", i), None)
+        if self.first and self.d.vocab_mode == "off":
+            # autograd makes a dense gradient of the whole embedding before it is added to the buffer.
+            weight = self.d.vocab // self.d.tensor * self.d.hidden
+            self.moment(self.d.itemsize * (weight + self.d.tokens * self.d.hidden))
+
+    def _backward(self, i: int) -> int:
+        count = self.d.stage_layers[self.rank]
+        received = self.held[("gradient", i)]  # part of `backward_extra`
+        return layers.backward_extra(self.d, count) + layers.recomputed_bytes(self.d, count) - received
+
+    @property
+    def _logit_count(self) -> int:
+        return self.d.tokens * self.d.vocab // self.d.tensor
+
+    def _logits(self, forward: bool) -> int:
+        """Stock's cross entropy: logits in the model's type, and an fp32 copy that becomes the softmax; its
+        backward pass turns that into the gradient, and autograd casts it to the model's type."""
+        other = self.d.itemsize * self._logit_count if self.d.itemsize < 4 else 0
+        return other + (4 * self._logit_count if forward else 0)
+
+
+class _VocabularyWalk(_Walk):
+    """The same with vocabulary passes."""
+
+    def __init__(self, d: Description, rank: int):
+        from megatron_ext.vocab.functional_memory import kept_bytes, peak_bytes
+        from megatron_ext.vocab.functional_state import Saving
+
+        super().__init__(d, rank)
+        self.rows_bytes = d.itemsize * d.tokens * d.hidden  # whole rows, also with sequence parallelism
+        sizes = (d.tokens, layers.shard_rows_of(d, rank), d.hidden, d.itemsize)
+        how = (Saving(d.saving, d.chunk_rows), d.vocab_mode)
+        self.state = kept_bytes(*sizes, *how, num_statistics=d.num_statistics)
+        self.pass_peak = peak_bytes(
+            *sizes, *how, num_statistics=d.num_statistics, weight_product=d.weight_product
+        )
+
+    def _IF(self, i: int) -> None:
+        self.vocabulary["embeddings", i] = self.rows_bytes
+        self.moment()
+        if not self.first:  # the sum is on its way; the first stage keeps it as the leaf of autograd
+            self.vocabulary.pop(("embeddings", i))
+
+    def _F(self, i: int) -> None:
+        super()._F(i)
+        if self.last:
+            self.vocabulary["hidden", i] = self.rows_bytes
+
+    def _C0(self, i: int) -> None:
+        self.vocabulary["hidden", i] = self.rows_bytes
+        self.moment()
+
+    def _output_pass(self, i: int) -> None:
+        self.vocabulary.pop(("hidden", i), None)  # part of the state
+        self.vocabulary["state", i] = self.pass_peak
+        self.moment()
+        self.vocabulary["state", i] = self.state
+
+    _S = _U = _output_pass
+
+    def _C1(self, i: int) -> None:
+        if self.d.vocab_mode == "vocab-2":
+            self._keep_sum(i)
+
+    def _T(self, i: int) -> None:
+        self._output_pass(i)
+        self.vocabulary.pop(("state", i))
+        if self.d.vocab_mode != "vocab-2":
+            self._keep_sum(i)
+
+    def _keep_sum(self, i: int) -> None:
+        if self.last:
+            self.vocabulary["sum", i] = self.d.sum_itemsize * self.d.residual_rows * self.d.hidden
+
+    def _B(self, i: int) -> None:
+        super()._B(i)
+        self.vocabulary.pop(("sum", i), None)
+        if self.first:
+            self.vocabulary.pop(("embeddings", i), None)
+            self.vocabulary["embedding gradient", i] = self.rows_bytes
+
+    def _g(self, i: int) -> None:
+        self.vocabulary["embedding gradient", i] = self.rows_bytes
+        self.moment()
+
+    def _IB(self, i: int) -> None:
+        # In 16 bits the rows are added up in fp32 first, and the addends are cast to it.
+        item = 4 if self.d.grad_itemsize < 4 else 0
+        total = item * layers.shard_rows_of(self.d, self.rank) * self.d.hidden
+        self.moment(vocabulary=total + (self.d.itemsize + item) * self.d.tokens * self.d.hidden)
+        self.vocabulary.pop(("embedding gradient", i), None)
