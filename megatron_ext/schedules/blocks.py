@@ -73,12 +73,31 @@ class Block:
         """When pass "F" or "B" of microbatch `index`, or "slot" number `index`, starts in the repeated
         block."""
         at = index * self.period
+        if self.vocab.synchronous:
+            return at + self._synchronous_start(kind, rank)
         if kind == "F":
             return at + rank * self.forward
         if kind == "B":
             later = self.delay() * self.period + (self.p - 1 - rank) * self.backward
             return at + self.p * self.forward + later
         return at + self._first_boundary(rank)
+
+    def _synchronous_start(self, kind: str, rank: int) -> float:
+        """All ranks meet in a slot at the end of every period, and run one forward and one backward in between.
+
+        The last rank and every second one before it run the backward pass first. So an activation passes two
+        ranks in a period, and a gradient one.
+        """
+        before_last = self.p - 1 - rank
+        forward_first = before_last % 2 == 1
+        output = self.p * self.period  # any start that is early enough for all ranks
+        if kind == "F":
+            early = before_last // 2 * self.period
+            return output - early + (0.0 if forward_first else self.backward)
+        if kind == "B":
+            late = (1 + before_last) * self.period
+            return output + late + (self.forward if forward_first else 0.0)
+        return output + self.period - self.forward / 1e3
 
     def _first_boundary(self, rank: int) -> float:
         """The first moment between two passes of this rank at which the last stage's output exists.

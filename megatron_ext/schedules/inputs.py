@@ -1,7 +1,8 @@
 """Places the passes of the input embedding, which every rank runs for every microbatch.
 
 They are short and off the critical path, but their collectives share an order with those of the output layer.
-So they hang on vocabulary slots, which come in one order on all ranks: rank 0 decides after which slot.
+So they hang on vocabulary slots, which come in one order on all ranks: rank 0 decides after which slot, as
+far as the others allow it.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ def place_inputs(
     embeddings has that pass to hide behind; those without such a slot come first. IB(i) comes after the first
     slot behind B(i+1) on rank 0; those without one are spread over the last backward passes.
     """
-    early, after_slot_if = _forward_anchors(rows[0], m)
-    after_slot_ib, late = ({}, []) if forward_only else _backward_anchors(rows[0], m)
+    early, after_slot_if = _forward_anchors(rows, m)
+    after_slot_ib, late = ({}, []) if forward_only else _backward_anchors(rows, m)
     placed = []
     for rank, row in enumerate(rows):
         out = _with_first_inputs(row, early, rank)
@@ -35,38 +36,67 @@ def place_inputs(
     return placed
 
 
-def _forward_anchors(row: Sequence[Action | Slot], m: int) -> tuple[int, dict[int, list[int]]]:
-    """How many IFs come first, and slot -> IFs that come after it."""
+def _forward_anchors(rows: Sequence[Sequence[Action | Slot]], m: int) -> tuple[int, dict[int, list[int]]]:
+    """How many IFs come first, and slot -> IFs that come after it.
+
+    No rank may have that slot behind its F(i): F(i) on rank 0 waits for IF(i) everywhere.
+    """
+    anchors = [_slots_before(row, "F", behind_pass=rank == 0) for rank, row in enumerate(rows)]
     early, anchored = 0, {}
-    before: int | None = None  # last slot before the latest forward or backward pass
-    latest: int | None = None
+    for i in range(m):
+        slot = min(slots[i] for slots in anchors)
+        if slot < 0:
+            early = i + 1
+        else:
+            anchored.setdefault(slot, []).append(i)
+    return early, anchored
+
+
+def _slots_before(row: Sequence[Action | Slot], kind: str, behind_pass: bool) -> list[int]:
+    """By microbatch, the last slot before its pass, -1 for none; with `behind_pass`, the last one before the
+    pass in front of that."""
+    found: list[int] = []
+    latest = before = -1
     for entry in row:
         if isinstance(entry, Slot):
             latest = entry.index
             continue
-        if entry.kind == "F":
-            if before is None:
-                early = entry.microbatch + 1
-            else:
-                anchored.setdefault(before, []).append(entry.microbatch)
+        if entry.kind == kind:
+            found.append(before if behind_pass else latest)
         before = latest
-    return early, anchored
+    return found
 
 
-def _backward_anchors(row: Sequence[Action | Slot], m: int) -> tuple[dict[int, list[int]], list[int]]:
-    """Slot -> IBs that come after it, and the IBs without a slot."""
+def _backward_anchors(
+    rows: Sequence[Sequence[Action | Slot]], m: int
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Slot -> IBs that come after it, and the IBs without a slot.
+
+    No rank may have that slot in front of its B(i): the slot's collectives come after g(i), which B(i) on
+    rank 0 gives.
+    """
+    behind = [_slots_behind(row, "B") for row in rows]
     anchored: dict[int, list[int]] = {}
-    waiting: list[int] = []
-    done = -1
-    for entry in row:
+    late: list[int] = []
+    for i in range(m):
+        slots = [behind[0][i + 1] if i + 1 < m else None, *(slots[i] for slots in behind[1:])]
+        if None in slots:
+            late.append(i)
+        else:
+            anchored.setdefault(max(slots), []).append(i)
+    return anchored, late
+
+
+def _slots_behind(row: Sequence[Action | Slot], kind: str) -> list[int | None]:
+    """By microbatch, the first slot after its pass, None for none."""
+    found: list[int | None] = []
+    latest: int | None = None
+    for entry in reversed(row):
         if isinstance(entry, Slot):
-            for i in waiting[: max(0, done - waiting[0])] if waiting else []:
-                anchored.setdefault(entry.index, []).append(i)
-            waiting = [i for i in waiting if i >= done]
-        elif entry.kind == "B":
-            done = entry.microbatch
-            waiting.append(done)
-    return anchored, waiting
+            latest = entry.index
+        elif entry.kind == kind:
+            found.append(latest)
+    return found[::-1]
 
 
 def _with_first_inputs(row: Sequence[Action | Slot], early: int, rank: int) -> Row:

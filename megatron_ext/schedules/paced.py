@@ -2,8 +2,7 @@
 time.
 
 More stages than cores can be run this way: ranks that sleep do not take each other's time. A collective is a
-real one of a few bytes, after which its lane sleeps for the modelled time of the transfer, as `simulate` counts
-it.
+real one of a few bytes, after which its lane sleeps for the modelled time of the transfer, as in `simulate`.
 """
 
 import time

@@ -41,9 +41,25 @@ def squeeze(
 ) -> list[list[Action | Slot]]:
     """Forward passes, backward passes and slots of every rank, in the order in which they run.
 
-    With a block whose last slot nobody waits for, that slot is not among them.
+    With a block whose last slot nobody waits for, that slot is not among them. Slots in which all ranks wait for
+    each other are not squeezed: to run something else first holds all others up.
     """
+    if block.vocab.synchronous:
+        return [_in_block_order(block, m, rank, forward_only) for rank in range(block.p)]
     return _Squeeze(block, m, costs, priority, forward_only).run()
+
+
+def _in_block_order(block: Block, m: int, rank: int, forward_only: bool) -> list[Action | Slot]:
+    """A rank's row as the block has it, after as many forward passes as may be in flight."""
+    kinds = ("F", "slot") if forward_only else ("F", "B", "slot")
+    filling = 1 if forward_only else block.cap(rank, m)
+
+    def key(entry: tuple[str, int]) -> tuple[bool, float]:
+        kind, index = entry
+        return kind != "F" or index >= filling, block.start(kind, rank, index)
+
+    entries = sorted(((kind, index) for kind in kinds for index in range(m)), key=key)
+    return [Slot(index) if kind == "slot" else Action(kind, index) for kind, index in entries]
 
 
 class _Squeeze:

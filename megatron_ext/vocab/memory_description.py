@@ -9,7 +9,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A dense GPT or LLaMA-like model, its layout, and the types it is trained in. Sizes of items in bytes."""
+    """A dense GPT or LLaMA-like model, its layout, and its types. Item sizes are in bytes."""
 
     layers: int
     hidden: int
@@ -136,7 +136,7 @@ def not_modelled(args: Namespace) -> str | None:
         "multi_latent_attention": "multi-latent attention",
         "use_torch_fsdp2": "FSDP",
         "use_megatron_fsdp": "FSDP",
-        "cpu_offloading": "activation offloading",
+        "cpu_offloading_num_layers": "activation offloading",
         "optimizer_cpu_offload": "optimizer offloading",
         "fp8": "8-bit training",
         "fp4": "4-bit training",

@@ -1,7 +1,7 @@
 """Bytes of weights and of what passes keep, layer by layer, on one rank; pure.
 
 n tokens of a microbatch, r = n, or n / t with sequence parallelism, h hidden, f ffn, q = heads x head size,
-k = query groups x head size, e bytes per number; a tensor-parallel rank has 1/t of q, k and f. Per transformer
+k = query groups x head size, e bytes per number; a tensor-parallel rank has 1/t of q, k and f. For each
 layer and microbatch, flash attention and fused kernels keep
 
     2 norms          input and output: 4 e r h, and statistics
@@ -170,9 +170,9 @@ def recomputed_bytes(d: Description, layers: int) -> int:
 def backward_extra(d: Description, layers: int) -> int:
     """The most that a stage's backward pass holds beside what is kept: gradients, while nothing is freed yet.
 
-    It starts at the last layer: the gradient of its output; then, for the MLP's second matrix, the gradients of
-    its input and of its weight, which is a tensor before it is added to the buffer. What later parts need takes
-    the place of activations that are freed by then; of these only attention scores can be larger.
+    It starts at the last layer: the gradient of its output; then, for the MLP's second matrix, the gradients
+    of its input and of its weight, which is a tensor before it is added to the buffer. What later parts need
+    takes the place of activations that are freed by then; of these only attention scores can be larger.
     """
     if not layers:
         return 2 * hidden_bytes(d)
@@ -186,7 +186,12 @@ def backward_extra(d: Description, layers: int) -> int:
         scores = n * d.seq_length * (d.heads // d.tensor)
         item = max(d.softmax_itemsize, e)
         moments.append(2 * item * scores - mlp_kept(d) - norm_kept(d))
-    return hidden_bytes(d) + max(0, *moments)
+    return hidden_bytes(d) + gathered_bytes(d) + max(0, *moments)
+
+
+def gathered_bytes(d: Description) -> int:
+    """With sequence parallelism: a matrix's whole input, gathered again, and its gradient, not yet cut."""
+    return 2 * d.itemsize * d.tokens * d.hidden if d.sequence_parallel and d.tensor > 1 else 0
 
 
 def _widths(d: Description) -> tuple[int, int, int]:

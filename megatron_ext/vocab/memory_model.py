@@ -6,15 +6,16 @@ Each rank's program is walked: passes and receives take and leave bytes, and the
 highest sum. What one pass needs inside itself counts while it runs. Nothing is fitted: weights, gradients and
 optimizer states are counted, activations follow from what each operation keeps for its backward pass
 (memory_layers.py), vocabulary passes from functional_memory.py. Left out: scratch space of kernels and of
-communication libraries, padding of buffers, and the optimizer's step.
+communication libraries, padding of buffers, what a fused cross entropy saves, and the optimizer's step.
 """
 
+from argparse import Namespace
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from megatron_ext.vocab import memory_layers as layers
-from megatron_ext.vocab.memory_description import Description
+from megatron_ext.vocab.memory_description import Description, model_description
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.action import Action
@@ -59,11 +60,24 @@ def plan_memory(d: Description, program: "Program") -> list[MemoryPlan]:
 
 
 def planned_program(d: Description, microbatches: int) -> "Program":
-    """The program to plan a step of many microbatches with: the peak of a pipeline comes in its first 4p."""
+    """The program to plan a step with: a pipeline's peak comes within its first 4p microbatches."""
     from megatron_ext.schedules.build import build
     from megatron_ext.schedules.lower import lower
 
-    return lower(build(d.pipeline, min(microbatches, 4 * d.pipeline), vocab=d.vocab_mode))
+    schedule = build(d.pipeline, min(microbatches, 4 * d.pipeline), vocab=d.vocab_mode)
+    return lower(schedule, overlap=d.vocab_mode != "off")  # stock's transfers block
+
+
+def plan_of_run(
+    args: Namespace, *, gpu: bool, vocab: Namespace | None, microbatches: int
+) -> list[MemoryPlan]:
+    """The plan of a run, by pipeline rank, from Megatron's arguments and the flags of vocabulary parallelism.
+
+    Raises:
+        ValueError: the model does not cover this run; the text says why.
+    """
+    d = model_description(args, gpu=gpu, vocab=vocab)
+    return plan_memory(d, planned_program(d, microbatches))
 
 
 def _plan(d: Description, program: "Program", rank: int) -> MemoryPlan:
@@ -123,13 +137,13 @@ class _Walk:
             self.held["softmax", i] = 4 * self._logit_count
 
     def _B(self, i: int) -> None:
-        self.moment(self._backward(i))
         if self.last and self.d.vocab_mode == "off":
             self.moment(self._logits(forward=False))
             self.held.pop(("softmax", i))
             weight = self.d.vocab // self.d.tensor * self.d.hidden
-            self.moment(self.d.itemsize * (self._logit_count + weight) + self.hidden)
-            self.moment(self._backward(i))
+            product = self.d.itemsize * (self._logit_count + weight) + self.hidden
+            self.moment(product + layers.gathered_bytes(self.d))
+        self.moment(self._backward(i))
         self.held.pop(("kept", i))
         self.held.pop(("gradient", i), None)
         if self.first and self.d.vocab_mode == "off":

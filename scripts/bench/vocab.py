@@ -99,7 +99,8 @@ def model_flags(args: argparse.Namespace, vocab: int, mode: str) -> list[str]:
     """The stock command, and what a mode adds to it."""
     text = (
         f"--num-layers {args.layers} --hidden-size {args.hidden} --num-attention-heads 4 "
-        f"--seq-length {args.seq} --max-position-embeddings {args.seq} --micro-batch-size 1 --global-batch-size {args.microbatches} "
+        f"--seq-length {args.seq} --max-position-embeddings {args.seq} --micro-batch-size 1 "
+        f"--global-batch-size {args.microbatches} "
         "--lr 1e-4 --min-lr 1e-4 --lr-decay-style constant --eval-iters 0 --tokenizer-type NullTokenizer "
         f"--vocab-size {vocab - 1} --log-interval 1 --mock-data --train-iters 6 --hidden-dropout 0 "
         "--attention-dropout 0 --pipeline-model-parallel-size 2 --position-embedding-type rope "

@@ -49,6 +49,10 @@ def test_defaults():
         "ext_config": None,
         "ext_report": None,
         "ext_check": [],
+        "ext_trace": None,
+        "ext_trace_step": 3,
+        "ext_memory": False,
+        "ext_memory_step": 2,
         "ext_dump_grads": None,
         "ext_dump_grads_step": 1,
     }

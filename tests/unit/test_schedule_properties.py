@@ -74,7 +74,10 @@ def verify(p, m, vocab, forward_only):
             assert schedule.cap(rank) == m, where
             continue
         assert schedule.cap(rank) == caps(p, m, vocab)[rank], where
-        assert schedule.in_flight(rank) == in_flight(words([row])[0]) == caps(p, m, vocab)[rank], where
+        held = in_flight(words([row])[0])
+        assert schedule.in_flight(rank) == held <= caps(p, m, vocab)[rank], where
+        if vocab != "interlaced":
+            assert held == caps(p, m, vocab)[rank], where
     for overlap in (False, True):
         program = lower(schedule, overlap=overlap)
         check(program)
@@ -162,12 +165,12 @@ def test_rendezvous_checker_can_fail():
     swapped = [list(row) for row in rows]
     first, second = swapped[1].index("C0(0)"), swapped[1].index("C0(1)")
     swapped[1][first], swapped[1][second] = "C0(1)", "C0(0)"
-    with pytest.raises(schedule_rendezvous.Violation, match="stuck: rank 0 at C0.0., rank 1 at C0.1."):
+    with pytest.raises(schedule_rendezvous.Violation, match=r"stuck: rank 0 at C0\(0\), rank 1 at C0\(1\)"):
         schedule_rendezvous.run(swapped, "vocab-2")
     early = [list(row) for row in rows]
     early[0].remove("S0")
     early[0].insert(0, "S0")
-    with pytest.raises(schedule_rendezvous.Violation, match="rank 0: S0 without C0.0."):
+    with pytest.raises(schedule_rendezvous.Violation, match=r"rank 0: S0 without C0\(0\)"):
         schedule_rendezvous.run(early, "vocab-2")
 
 
