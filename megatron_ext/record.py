@@ -113,10 +113,27 @@ class RunRecord:
                 "dp": parallel_state.get_data_parallel_rank(),
             },
             groups=groups.describe(),
+            **self._planned_memory(args),
             **self.info,
         )
         self._counting.start()
         traffic.ledger().drain()
+
+    def _planned_memory(self, args: Any) -> dict[str, Any]:
+        """What the memory model says for this rank, beside what `--ext-memory` will measure."""
+        if self.memory is None:
+            return {}
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        from megatron_ext.vocab.memory_model import plan_of_run
+
+        flags = args if args.vocab_parallel != "off" else None
+        try:
+            plans = plan_of_run(args, gpu=self._on_gpu, vocab=flags, microbatches=get_num_microbatches())
+        except ValueError as reason:
+            return {"no_planned_memory": str(reason)}
+        return {"planned_memory": plans[parallel_state.get_pipeline_model_parallel_rank()].as_dict()}
 
     def before_first_step(self) -> None:
         """Let the peak start anew: building the model and loading a checkpoint would hide what steps need."""

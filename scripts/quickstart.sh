@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# From nothing to a comparison page: a small GPT trained on real text with stock Megatron-core on this machine's CPU,
-# once in a single process and once as a pipeline of two, from the same initial weights.
+# From nothing to a comparison page: a small GPT trained on real text with Megatron-core on this machine's CPU, with
+# stock in a single process and as a pipeline of two, and as that pipeline with vocabulary parallelism, from the same
+# initial weights.
 #
 #   bash scripts/quickstart.sh
 #
@@ -32,7 +33,7 @@ step "preparing data from the Python standard library's sources"
 
 # The rest is made anew: a run record must hold one run, and the seed must fit the model of today.
 mkdir -p "$out"
-rm -rf "$out/seed" "$out/pp1" "$out/pp2" "$out/compare"
+rm -rf "$out/seed" "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/compare"
 
 # What a reader wants to see of a job while it runs; all of it is in its log.
 progress() {
@@ -57,7 +58,7 @@ train() {
 # A run of its own optimizer and step count that starts from the weights in the seed.
 from_seed=(--load "$out/seed" --finetune --no-load-optim --no-load-rng)
 
-# Initial weights depend on the layout, so both runs load one seed checkpoint. Megatron saves after a step, never
+# Initial weights depend on the layout, so all runs load one seed checkpoint. Megatron saves after a step, never
 # before the first; --iterations-to-skip makes the only step one that trains nothing.
 step "making the initial weights (a job whose only step is skipped)"
 train seed 1 --train-iters 1 --lr-warmup-iters 0 --iterations-to-skip 1 --save "$out/seed" --no-save-optim --no-save-rng
@@ -68,6 +69,9 @@ train pp1 1 "${from_seed[@]}" --ext-report "$out/pp1"
 step "training as a pipeline of two processes"
 train pp2 2 "${from_seed[@]}" --pipeline-model-parallel-size 2 --ext-report "$out/pp2"
 
-step "comparing both runs"
-"$python" -m megatron_ext compare "$out/pp1" "$out/pp2" --output "$out/compare"
-say "done. The same model, data and initial weights, split over two processes, gave the losses above."
+step "the same pipeline with vocabulary parallelism"
+train pp2-vocab 2 "${from_seed[@]}" --pipeline-model-parallel-size 2 --vocab-parallel vocab-2 --ext-report "$out/pp2-vocab"
+
+step "comparing the runs"
+"$python" -m megatron_ext compare "$out/pp1" "$out/pp2" "$out/pp2-vocab" --output "$out/compare"
+say "done. The same model, data and initial weights, split over two processes in two ways, gave the losses above."

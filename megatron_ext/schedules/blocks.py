@@ -83,7 +83,7 @@ class Block:
         return at + self._first_boundary(rank)
 
     def _synchronous_start(self, kind: str, rank: int) -> float:
-        """All ranks meet in a slot at the end of every period, and run one forward and one backward in between.
+        """All ranks meet in a slot at the end of every period, one forward and one backward pass apart.
 
         The last rank and every second one before it run the backward pass first. So an activation passes two
         ranks in a period, and a gradient one.

@@ -4,6 +4,7 @@ unit."""
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 
 _FIELD_OF = {
@@ -62,13 +63,14 @@ class Costs:
                     f"{name} has {len(value)} values, but there are {p} pipeline ranks: give one number "
                     "per rank, or one for all"
                 )
-            if any(not v >= 0 for v in (value if isinstance(value, tuple) else (value,))):
-                raise ValueError(f"{name} is {value}: a time cannot be negative")
+            _check_times(name, value if isinstance(value, tuple) else (value,))
         if self.mean("F") <= 0 or self.mean("B") <= 0:
             raise ValueError("forward and backward must take time")
         unknown = sorted(set(self.comm) - set(COMM_KINDS))
         if unknown:
             raise ValueError(f"comm has {unknown}: its kinds are {', '.join(COMM_KINDS)}")
+        for kind, value in self.comm.items():
+            _check_times(f"comm of {kind}", (value,))
 
     def to_json(self) -> str:
         """As a JSON object that `from_json` reads."""
@@ -85,7 +87,7 @@ class Costs:
         if not isinstance(data, dict) or not set(data) <= known:
             raise ValueError(f"costs are a JSON object with some of the fields {', '.join(sorted(known))}")
         comm = data.pop("comm", {})
-        if not isinstance(comm, dict) or not all(isinstance(v, (int, float)) for v in comm.values()):
+        if not isinstance(comm, dict) or not all(map(_is_number, comm.values())):
             raise ValueError("comm must be an object of numbers by kind")
         values = {name: _per_rank(name, value) for name, value in data.items()}
         return cls(**values, comm={kind: float(value) for kind, value in comm.items()})
@@ -96,9 +98,19 @@ class Costs:
         return cls.from_json(Path(path).read_text())
 
 
+def _check_times(name: str, values: Sequence[float]) -> None:
+    for value in values:
+        if not 0 <= value < inf:
+            raise ValueError(f"{name} is {value}: a time is finite and not negative")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _per_rank(name: str, value: float | Sequence[float]) -> PerRank:
-    if isinstance(value, (int, float)):
+    if _is_number(value):
         return float(value)
-    if isinstance(value, list) and value and all(isinstance(v, (int, float)) for v in value):
+    if isinstance(value, list) and value and all(map(_is_number, value)):
         return tuple(float(v) for v in value)
     raise ValueError(f"{name} must be a number, or a list with one number per rank")

@@ -324,3 +324,23 @@ def test_forward_step_that_changes_the_output_is_refused(tmp_path):
     run = train(tmp_path / "run", 2, PP, "2", "--vocab-parallel", "vocab-2", script=script, check=False)
     assert "changed its output before returning it" in "".join(str(r.error) for r in run.ranks)
     assert all(r.exit_code != 0 for r in run.ranks)
+
+
+@pytest.mark.parametrize("mode", ["vocab-2", pytest.param("off", marks=full)])
+def test_planned_and_measured_memory(tmp_path, mode):
+    """The record has both, by category; held bytes are planned exactly, activations within a tenth."""
+    sizes = ["--vocab-size", "8191", "--seq-length", "64", "--max-position-embeddings", "64"]
+    run = train(tmp_path, 4, *LLAMA, *sizes, PP, "4", "--vocab-parallel", mode, "--ext-memory", steps=3)
+    held = []
+    for rank in range(4):
+        (measured,) = [line["memory"] for line in run.steps(rank) if "memory" in line]
+        planned = run.start(rank)["planned_memory"]
+        assert measured["weights"] == planned["weights"]
+        assert measured["gradients"] == planned["gradients"]
+        for category in ("activations", "vocabulary"):
+            peak = measured["category_peaks"][category]
+            assert peak == pytest.approx(planned[category], rel=0.1)
+            assert category == "activations" or (peak > 0) == (mode != "off")
+        held.append(planned["weights"])
+    # Vocabulary rows are equal on all ranks; without the feature the first and last ranks hold all of them.
+    assert max(held) / min(held) < 1.01 if mode != "off" else max(held) / min(held) > 5

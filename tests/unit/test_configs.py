@@ -1,16 +1,24 @@
-"""configs/*.yaml: every key is an option of Megatron's, and stock's own checks and the headers agree."""
+"""configs/*.yaml: every key is an option of Megatron's or ours; rules, stock's checks and headers agree."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron_ext import configfile, rules
+from megatron_ext import config, configfile, features, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
 # Ranks that the header of the file names.
-WORLD_SIZES = {"gpt-cpu-small": 2, "gpt2-small": 8, "llama-7b": 8, "gpt-256k-vocab": 8}
+WORLD_SIZES = {
+    "gpt-cpu-small": 2,
+    "gpt2-small": 8,
+    "llama-7b": 8,
+    "gpt-256k-vocab": 8,
+    "gpt-256k-vocab-vp": 8,
+}
+# A feature's config beside its baseline: the same job and the flags of the feature.
+FEATURE_CONFIGS = {"gpt-256k-vocab-vp": ("gpt-256k-vocab", "vocab", ["--vocab-parallel", "vocab-2"])}
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 
@@ -20,7 +28,8 @@ def parser():
 
     from megatron.training.arguments import add_megatron_arguments
 
-    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return config.add_arguments(parser, features.configs())
 
 
 @pytest.fixture
@@ -31,7 +40,9 @@ def parse(parser, monkeypatch):
     def parse_file(path: Path, world_size: int):
         args = parser.parse_args([*configfile.load(str(path)).argv, "--mock-data"])
         args.rank, args.world_size = 0, world_size
-        assert rules.run(args, rules.base_rules()) == []
+        on = features.enabled_features(args)
+        assert rules.run(args, (*rules.base_rules(), *(rule for f in on for rule in f.rules))) == []
+        assert features.conflicts(args, on) == []
         monkeypatch.setattr(arguments, "get_device_arch_version", lambda: 9)
         monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         arguments.validate_args(args)
@@ -64,7 +75,7 @@ def test_all_are_listed():
 def test_every_key_is_an_option(path, parser):
     flags = [word for word in configfile.load(str(path)).argv if word.startswith("--")]
     unknown = [flag for flag in flags if flag not in parser._option_string_actions]
-    assert not unknown, f"{path}: no option of Megatron"
+    assert not unknown, f"{path}: no option of Megatron or of ours"
 
 
 @each_config
@@ -98,6 +109,16 @@ def test_gpu_configs_use_what_a_gpu_offers(name, parse):
     assert args.overlap_grad_reduce
     assert args.overlap_param_gather
     assert args.sequence_parallel == (args.tensor_model_parallel_size > 1)
+
+
+@pytest.mark.parametrize("name", FEATURE_CONFIGS)
+def test_feature_config_is_its_baseline_and_the_flags(name, parse):
+    baseline, feature, flags = FEATURE_CONFIGS[name]
+    stock, ours = (configfile.load(str(ROOT / "configs" / f"{n}.yaml")).argv for n in (baseline, name))
+    assert sorted(ours) == sorted([*stock, *flags])
+    for path, expected in ((baseline, []), (name, [feature])):
+        args = parse(ROOT / "configs" / f"{path}.yaml", WORLD_SIZES[path])
+        assert [f.name for f in features.enabled_features(args)] == expected
 
 
 def test_cpu_config_has_no_flag_that_cpu_mode_sets(parser):

@@ -130,7 +130,7 @@ UNEVEN = (
 @pytest.mark.parametrize("vocab", ["off", "vocab-1", "vocab-2", "naive", "interlaced"])
 @pytest.mark.parametrize("order", [None, *LIST_ORDERS], ids=lambda order: "-".join(order or ("block",)))
 def test_every_order_for_any_costs_is_valid(costs, vocab, order):
-    """A rank may then run slots and passes in another order than rank 0, whose order places the input passes."""
+    """Ranks may run slots and passes in different orders, and rank 0 places the input passes of all."""
     priority = by_kind(order) if order else by_block
     for m in (3, 16):
         schedule = build(4, m, vocab=vocab, costs=costs, priority=priority)

@@ -1,4 +1,4 @@
-"""scripts/bench/validate_simulator.py: the bounds against 40 measured runs, and that nothing measured leaks in."""
+"""validate_simulator.py: its bounds against 40 measured runs, and that nothing measured leaks in."""
 
 import importlib.util
 import re
