@@ -19,13 +19,14 @@ from megatron_ext.rules_files import FILE_RULES
 from megatron_ext.rules_pipeline import PIPELINE_RULES
 from megatron_ext.rules_sizes import SIZE_RULES
 from megatron_ext.rules_training import TRAINING_RULES
+from megatron_ext.vocab.rules import flags_need_the_mode
 
 Rule = Callable[[Namespace], str | None]
 
 
 def base_rules() -> tuple[Rule, ...]:
     """Rules for every job, with or without our features."""
-    return (*SIZE_RULES, *PIPELINE_RULES, *TRAINING_RULES, *FILE_RULES)
+    return (*SIZE_RULES, *PIPELINE_RULES, *TRAINING_RULES, *FILE_RULES, flags_need_the_mode)
 
 
 def run(args: Namespace, rules: Iterable[Rule], defaults: Mapping[str, Any] | None = None) -> list[str]:

@@ -27,7 +27,7 @@ def place_inputs(
     after_slot_ib, late = ({}, []) if forward_only else _backward_anchors(rows, m)
     placed = []
     for rank, row in enumerate(rows):
-        out = _with_first_inputs(row, early, rank)
+        out = _with_first_inputs(row, early, rank, min(map(_warm_up, rows[: rank + 1])))
         out = _with_anchored(out, after_slot_if, after_slot_ib)
         out = _with_late(out, late, rank, m)
         if block.vocab.flushed_last and not forward_only:
@@ -99,14 +99,23 @@ def _slots_behind(row: Sequence[Action | Slot], kind: str) -> list[int | None]:
     return found[::-1]
 
 
-def _with_first_inputs(row: Sequence[Action | Slot], early: int, rank: int) -> Row:
-    """IF(0) to IF(rank) first, then one before each forward pass, all `early` ones before the first slot."""
+def _warm_up(row: Sequence[Action | Slot]) -> int:
+    """Passes in front of the first slot, all of them forward passes."""
+    return next((at for at, entry in enumerate(row) if isinstance(entry, Slot)), len(row))
+
+
+def _with_first_inputs(row: Sequence[Action | Slot], early: int, rank: int, limit: int) -> Row:
+    """IF(0) to IF(rank) first, then one before each forward pass, and all `early` ones before the first slot.
+
+    Slots of other ranks wait for them, so they come before F(limit), which waits for such a slot.
+    """
     out: Row = [Action("IF", i) for i in range(min(early, rank + 1))]
     given = len(out)
     for entry in row:
-        limit = early if isinstance(entry, Slot) else min(early, given + (entry.kind == "F"))
-        out += [Action("IF", i) for i in range(given, limit)]
-        given = max(given, limit)
+        last = isinstance(entry, Slot) or entry == Action("F", limit)
+        due = early if last else min(early, given + (entry.kind == "F"))
+        out += [Action("IF", i) for i in range(given, due)]
+        given = max(given, due)
         out.append(entry)
     return out
 

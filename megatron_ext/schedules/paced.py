@@ -81,6 +81,7 @@ class PacedRun:
 
     def __init__(self, groups: dict[str, ProcessGroup], *, overlap: bool):
         self._comm = groups["comm"]
+        self._overlap = overlap
         self._rank = self._comm.rank()
         links = Links(groups["forward"], groups["backward"], feature=FEATURE, overlap=overlap, on_gpu=False)
         self._runtime = Runtime(self._rank, links, make_lane("comm", overlap=overlap, on_gpu=False))
@@ -95,7 +96,9 @@ class PacedRun:
         self._runtime.run(program, passes, _BOUNDARY)
         wall = time.time() - start
         self._runtime.trace(None)
-        waited = sum(end - begin for lane, _, begin, end in clock.spans if lane == "wait")
+        # Without overlap a transfer holds its rank; with it, only what a pass waits for does.
+        waiting = lambda lane: lane == "wait" if self._overlap else lane != "compute"  # noqa: E731
+        waited = sum(end - begin for lane, _, begin, end in clock.spans if waiting(lane))
         # The last lanes drain after the last pass; that is waiting, too.
         last = max(end for lane, _, _, end in clock.spans if lane in ("compute", "wait"))
         waited += start + wall - last

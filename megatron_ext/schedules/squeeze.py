@@ -150,7 +150,8 @@ class _Squeeze:
 
     def _has_inputs(self, kind: str, i: int) -> bool:
         if kind == "S":
-            return ("F", self.p - 1, i) in self.done
+            # X of a microbatch travels behind the statistics of the one before.
+            return ("F", self.p - 1, i) in self.done and (i == 0 or self._everywhere("S", i - 1))
         if kind == "U":
             return self._everywhere("S", i)
         if kind == "L":

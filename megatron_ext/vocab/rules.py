@@ -1,7 +1,11 @@
 """What vocabulary parallelism cannot do, said before any process group exists."""
 
+import math
 import os
 from argparse import Namespace
+from dataclasses import fields
+
+from megatron_ext.vocab.config import VocabConfig
 
 
 def _set(args: Namespace, name: str) -> bool:
@@ -30,17 +34,6 @@ def no_deferred_embedding_gradients(args: Namespace) -> str | None:
     )
 
 
-def no_partial_checkpointing(args: Namespace) -> str | None:
-    """Stock chooses per microbatch by its own in-flight window, which is another one here."""
-    if not _set(args, "num_microbatches_with_partial_activation_checkpoints"):
-        return None
-    return (
-        "--num-microbatches-with-partial-activation-checkpoints counts microbatches in stock's 1F1B window, "
-        f"and --vocab-parallel {args.vocab_parallel} has a longer one. Remove it, or use "
-        "--recompute-granularity for all microbatches."
-    )
-
-
 def no_meta_device(args: Namespace) -> str | None:
     """Initial weights are scattered from where stock makes them."""
     if not _set(args, "init_model_with_meta_device"):
@@ -53,14 +46,29 @@ def no_meta_device(args: Namespace) -> str | None:
 
 def fixed_shapes(args: Namespace) -> str | None:
     """Buffers of all stages have one shape."""
-    flags = {"variable_seq_lengths": "--variable-seq-lengths", "sft": "--sft"}
-    for name, flag in flags.items():
-        if _set(args, name):
-            return (
-                f"{flag} gives microbatches of different lengths, but --vocab-parallel {args.vocab_parallel} "
-                f"needs one shape [micro-batch-size, seq-length] on all stages. Remove {flag}."
-            )
-    return None
+    if not _set(args, "sft"):
+        return None
+    return (
+        f"--sft gives microbatches of different lengths, but --vocab-parallel {args.vocab_parallel} needs one "
+        "shape [micro-batch-size, seq-length] on all stages. Remove --sft."
+    )
+
+
+def flags_need_the_mode(args: Namespace) -> str | None:
+    """Flags of vocabulary parallelism do nothing while it is off; a rule for every job."""
+    if getattr(args, "vocab_parallel", None) != "off":
+        return None
+    changed = [
+        f"--{f.name.replace('_', '-')}"
+        for f in fields(VocabConfig)
+        if f.name != "vocab_parallel" and getattr(args, f.name) != f.default
+    ]
+    if not changed:
+        return None
+    return (
+        f"{' and '.join(changed)} given, but --vocab-parallel is off, so nothing would come of it. Add "
+        "--vocab-parallel vocab-2, or remove the rest."
+    )
 
 
 def rows_for_every_rank(args: Namespace) -> str | None:
@@ -82,8 +90,8 @@ def loss_terms_in_range(args: Namespace) -> str | None:
     """Weights of the loss's terms."""
     if not 0 <= args.vocab_label_smoothing < 1:
         return f"--vocab-label-smoothing is {args.vocab_label_smoothing}: it must be at least 0 and below 1."
-    if args.vocab_z_loss < 0:
-        return f"--vocab-z-loss is {args.vocab_z_loss}: it must not be negative."
+    if not 0 <= args.vocab_z_loss < math.inf:
+        return f"--vocab-z-loss is {args.vocab_z_loss}: it must be finite and not negative."
     return None
 
 
@@ -116,7 +124,6 @@ def costs_can_be_read(args: Namespace) -> str | None:
 RULES = (
     context_parallel_needs_te,
     no_deferred_embedding_gradients,
-    no_partial_checkpointing,
     no_meta_device,
     fixed_shapes,
     rows_for_every_rank,

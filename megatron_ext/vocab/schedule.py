@@ -113,6 +113,17 @@ class VocabSchedule:
                 f"--vocab-parallel is on, but the model is a {type(unwrap_model(model)).__name__} whose "
                 "vocabulary layers were not shared out: only GPTModel is supported. Drop the flag."
             )
+        config = get_model_config(model)
+        if config.num_microbatches_with_partial_activation_checkpoints is not None:
+            raise RuntimeError(
+                "num_microbatches_with_partial_activation_checkpoints counts microbatches in the window of "
+                "stock's 1F1B, and --vocab-parallel has a longer one. Leave it out of the model's config."
+            )
+        if config.variable_seq_lengths:
+            raise RuntimeError(
+                "--vocab-parallel needs microbatches of one shape [micro-batch-size, seq-length]: leave "
+                "variable_seq_lengths out of the model's config."
+            )
         if call["collect_non_loss_data"]:
             raise RuntimeError(
                 "--vocab-parallel is on, and this job collects data other than losses from the model: logits "

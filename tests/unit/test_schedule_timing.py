@@ -1,7 +1,10 @@
 """Makespans and bubbles of schedules: the closed formula, and orders made for measured costs."""
 
+from random import Random
+
 import pytest
 
+from megatron_ext.schedules.action import MODES
 from megatron_ext.schedules.build import LIST_ORDERS, build, build_listed
 from megatron_ext.schedules.check import check, checked
 from megatron_ext.schedules.costs import Costs
@@ -136,6 +139,79 @@ def test_every_order_for_any_costs_is_valid(costs, vocab, order):
         schedule = build(4, m, vocab=vocab, costs=costs, priority=priority)
         for overlap in (False, True):
             checked(schedule, overlap=overlap)
+
+
+def any_costs(random, p):
+    """Pass times from nothing to twice a forward pass, for all ranks or one by one."""
+
+    def times(low, high):
+        if random.random() < 0.3:
+            return tuple(random.uniform(low, high) for _ in range(p))
+        return random.choice([low, high, random.uniform(low, high)])
+
+    return Costs(times(0.3, 2), times(0.3, 4), *(times(0, 1) for _ in range(6)))
+
+
+def verify_any_costs(seed):
+    random = Random(seed)
+    p, m = random.randint(1, 7), random.randint(1, 25)
+    vocab, order = random.choice(MODES), random.choice([None, *LIST_ORDERS])
+    schedule = build(
+        p,
+        m,
+        vocab=vocab,
+        costs=any_costs(random, p),
+        forward_only=random.random() < 0.2,
+        priority=by_kind(order) if order else by_block,
+    )
+    for overlap in (False, True):
+        checked(schedule, overlap=overlap)
+
+
+def test_random_costs():
+    for seed in range(60):
+        verify_any_costs(seed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", range(10))
+def test_many_random_costs(block):
+    for seed in range(1000 + 100 * block, 1100 + 100 * block):
+        verify_any_costs(seed)
+
+
+# Found by such a search, with the order B, F, slot.
+FOUND = (
+    (
+        "naive",
+        5,
+        17,
+        False,
+        Costs(
+            (1.56, 0.524, 1.913, 0.535, 1.506),
+            (2.261, 2.107, 3.755, 0.727, 0.458),
+            output_s=(0.334, 0.539, 0.743, 0.033, 0.217),
+            output_u=1.0,
+            output_t=(0.145, 0.231, 0.059, 0.544, 0.838),
+            loss=1.0,
+        ),
+    ),
+    (
+        "vocab-1",
+        3,
+        9,
+        True,
+        Costs((1.62, 1.122, 1.742), 4.0, output_s=1.0, output_t=(0.04, 0.67, 0.401), loss=1.0),
+    ),
+)
+
+
+@pytest.mark.parametrize(("vocab", "p", "m", "forward_only", "costs"), FOUND, ids=["first inputs", "slots"])
+def test_first_inputs_and_slots_wait_for_no_later_ones(vocab, p, m, forward_only, costs):
+    """Input passes in front of the first slot come before what waits for another rank's slot, and slots follow
+    each other on all ranks."""
+    order = by_kind(("B", "F", "slot"))
+    checked(build(p, m, vocab=vocab, costs=costs, forward_only=forward_only, priority=order))
 
 
 @pytest.mark.parametrize("vocab", ["naive", "interlaced", "off"])

@@ -7,15 +7,13 @@ import pytest
 from megatron_ext import rules
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.vocab.config import VocabConfig
-from megatron_ext.vocab.rules import RULES
+from megatron_ext.vocab.rules import RULES, flags_need_the_mode
 from tests.unit.stock_args import gpt
 
 # Options that only these rules read.
 OTHERS = {
     "defer_embedding_wgrad_compute": False,
-    "num_microbatches_with_partial_activation_checkpoints": None,
     "init_model_with_meta_device": False,
-    "variable_seq_lengths": False,
     "make_vocab_size_divisible_by": 128,
 }
 
@@ -24,7 +22,7 @@ def arguments(**changes):
     """A GPT job with vocabulary parallelism on 4 stages, with some entries changed."""
     ours = vars(VocabConfig(vocab_parallel="vocab-2")) | OTHERS
     stock = {name: value for name, value in changes.items() if name not in ours}
-    args = gpt(pipeline_model_parallel_size=4, world_size=4, **stock)
+    args = gpt(**({"pipeline_model_parallel_size": 4, "world_size": 4} | stock))
     for name, value in (ours | changes).items():
         setattr(args, name, value)
     return args
@@ -70,24 +68,14 @@ def test_deferred_embedding_gradients():
     )
 
 
-def test_partial_checkpointing():
-    assert only(num_microbatches_with_partial_activation_checkpoints=2) == (
-        "--num-microbatches-with-partial-activation-checkpoints counts microbatches in stock's 1F1B window, "
-        "and --vocab-parallel vocab-2 has a longer one. Remove it, or use --recompute-granularity for all "
-        "microbatches."
-    )
-
-
 def test_meta_device():
     assert only(init_model_with_meta_device=True) == (
-        "--init-model-with-meta-device builds weights without values, but --vocab-parallel vocab-2 shares out "
-        "the values that stock initialises. Remove it."
+        "--init-model-with-meta-device builds weights without values, but --vocab-parallel vocab-2 shares "
+        "out the values that stock initialises. Remove it."
     )
 
 
-@pytest.mark.parametrize(
-    ("option", "flag"), [("variable_seq_lengths", "--variable-seq-lengths"), ("sft", "--sft")]
-)
+@pytest.mark.parametrize(("option", "flag"), [("sft", "--sft")])
 def test_microbatches_of_different_lengths(option, flag):
     assert only(**{option: True}) == (
         f"{flag} gives microbatches of different lengths, but --vocab-parallel vocab-2 needs one shape "
@@ -143,7 +131,7 @@ def test_label_smoothing(value):
 
 @pytest.mark.parametrize("value", [-1e-4, math.nan, math.inf])
 def test_z_loss(value):
-    assert only(vocab_z_loss=value).startswith(f"--vocab-z-loss is {value}: it must ")
+    assert only(vocab_z_loss=value) == f"--vocab-z-loss is {value}: it must be finite and not negative."
 
 
 def test_loss_terms_in_range():
@@ -194,3 +182,13 @@ def test_costs_file_that_fits(tmp_path):
     path = tmp_path / "costs.json"
     path.write_text(Costs(forward=(1.0,) * 4, backward=2.5).to_json())
     assert problems(vocab_costs=str(path)) == []
+
+
+def test_flags_without_the_mode_are_refused():
+    found = flags_need_the_mode(arguments(vocab_parallel="off", vocab_save="none", vocab_z_loss=1e-4))
+    assert found == (
+        "--vocab-save and --vocab-z-loss given, but --vocab-parallel is off, so nothing would come of it. Add "
+        "--vocab-parallel vocab-2, or remove the rest."
+    )
+    assert flags_need_the_mode(arguments(vocab_parallel="off")) is None
+    assert flags_need_the_mode(arguments(vocab_save="none")) is None
