@@ -57,7 +57,7 @@ class RunConfig:
     schedule of ours. `megatron-ext trace --measured` draws them beside the plan."""
 
     ext_trace_step: int = 3
-    """Step that is traced, counted from 1."""
+    """Step that is traced, counted from where this process starts or resumes."""
 
     ext_memory: bool = False
     """Measure the memory of one step by category (weights, gradients, optimizer, activations, vocabulary

@@ -4,6 +4,7 @@ It checks versions and import paths, patches what the given flags ask for (all o
 script, unmodified, as `__main__`.
 """
 
+import os
 import runpy
 import sys
 from collections.abc import Sequence
@@ -79,10 +80,24 @@ def run(launcher: Launcher) -> None:
         _end(launcher, f"exit code {stop.code}")
         raise stop
     asked = (launcher.dump, launcher.memory)
-    missed = "\n".join(text for text in (part.missed() for part in asked if part is not None) if text) or None
+    texts = [part.missed() for part in asked if part is not None] + [_trace_missed(launcher)]
+    missed = "\n".join(text for text in texts if text) or None
     _end(launcher, missed)
     if missed:
         raise RuntimeError(missed)
+
+
+def _trace_missed(launcher: Launcher) -> str | None:
+    """What to say at the end of a run that never came to the step to be traced."""
+    flags = launcher.flags
+    if not flags.ext_trace or os.path.exists(
+        os.path.join(flags.ext_trace, f"trace-rank-{launcher.rank:04d}.jsonl")
+    ):
+        return None
+    return (
+        f"--ext-trace-step {flags.ext_trace_step} was not reached, so nothing was traced. Train more steps, "
+        "or trace an earlier one; steps count from where the process starts or resumes."
+    )
 
 
 def _end(launcher: Launcher, error: str | None) -> None:

@@ -35,6 +35,8 @@ def check(program: Program) -> None:
         _check_in_flight(program, rank)
     _check_collectives(program)
     _check_transfers(program)
+    for rank in range(schedule.p):
+        _check_launches(program, rank)
     try:
         simulate(program, Costs())
     except Deadlock as error:
@@ -89,6 +91,45 @@ def _check_passes(program: Program) -> None:
         extra = next((a for a in passes if a.kind not in expected_passes(schedule, rank)), None)
         if extra is not None:
             raise _error(f"rank {rank} has {extra}, which has no place here", program, rank, row.index(extra))
+
+
+def expected_launches(schedule: Schedule, rank: int) -> list[str]:
+    """Kinds of communication that a rank launches once for every microbatch."""
+    training, last = not schedule.forward_only, schedule.p - 1
+    kinds = ["SF"] if rank < last else []
+    kinds += ["RF"] if rank > 0 else []
+    if training:
+        kinds += ["SB"] if rank > 0 else []
+        kinds += ["RB"] if rank < last else []
+    if schedule.vocab == "off":
+        return kinds
+    kinds += ["e", "C0", "C1"]
+    kinds += ["C2"] if schedule.vocab == "naive" else []
+    if training:
+        kinds += ["G", "g"]
+        kinds += {"naive": ["C3"], "vocab-2": []}.get(schedule.vocab, ["C2"])
+    return kinds
+
+
+def _check_launches(program: Program, rank: int) -> None:
+    schedule, row = program.schedule, program.ranks[rank]
+    allowed = expected_launches(schedule, rank)
+    for at, action in enumerate(row):
+        if action.kind not in COLLECTIVES + P2P:
+            continue
+        if action.kind not in allowed or not 0 <= action.microbatch < schedule.m:
+            raise _error(f"rank {rank} launches {action}, which has no place here", program, rank, at)
+    for kind in allowed:
+        found = sorted(action.microbatch for action in row if action.kind == kind)
+        if found != list(range(schedule.m)):
+            missing = sorted(set(range(schedule.m)) - set(found))
+            raise _error(
+                f"rank {rank} launches {kind} for {len(found)} of {schedule.m} microbatches"
+                + (f"; {Action(kind, missing[0])} is missing" if missing else ""),
+                program,
+                rank,
+                len(row) - 1,
+            )
 
 
 def _check_needs(program: Program, rank: int) -> None:

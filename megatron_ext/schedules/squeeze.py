@@ -41,8 +41,8 @@ def squeeze(
 ) -> list[list[Action | Slot]]:
     """Forward passes, backward passes and slots of every rank, in the order in which they run.
 
-    With a block whose last slot nobody waits for, that slot is not among them. Slots in which all ranks wait for
-    each other are not squeezed: to run something else first holds all others up.
+    With a block whose last slot nobody waits for, that slot is not among them. Slots in which all ranks wait
+    for each other are not squeezed: to run something else first holds all others up.
     """
     if block.vocab.synchronous:
         return [_in_block_order(block, m, rank, forward_only) for rank in range(block.p)]

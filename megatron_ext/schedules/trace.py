@@ -22,7 +22,7 @@ SCHEMA = 1
 
 
 class StepTrace:
-    """Writes the spans of step number `step` (training steps count from 1) of one rank.
+    """Writes the spans of step number `step` of one rank, counted from where the process starts or resumes.
 
     `rank` is the rank in the job and names the file; the line inside says the rank in the pipeline, `stage`.
     """

@@ -7,6 +7,7 @@ real model with the recorded arguments, wherever the schedule puts them, and the
 `forward_step` returned gets the per-token losses. Tokens and labels go to all stages in one broadcast each.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ class _StandIn:
         self._signature = inspect.signature(forward)
         self.placeholder = torch.zeros(())
         self.calls: list[tuple[tuple, dict[str, Any]]] = []
+        self.closed = False
 
     def __getattr__(self, name: str) -> Any:
         # Megatron looks through wrappers with `get_attr_wrapped_model`; here the chain is hidden, so follow
@@ -47,6 +49,11 @@ class _StandIn:
         return getattr(model, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.closed:
+            raise RuntimeError(
+                "the loss function calls the model. With --vocab-parallel only forward_step can: its passes "
+                "have places in the pipeline schedule."
+            )
         self.calls.append((args, kwargs))
         return self.placeholder
 
@@ -83,11 +90,22 @@ def record(
                 "forward_step gave the model no labels. With --vocab-parallel logits are never put together, "
                 "so only losses can be had: pass labels=..., or drop the flag for this job."
             )
+        stand_in.closed = True
+        loss_func = _with_real_model(loss_func, stand_in, model)
         call = Call(args, kwargs, loss_func, named.get("input_ids"), named.get("labels"))
         if calls:
             _share_mask(call, named, calls[-1])
         calls.append(call)
     return calls
+
+
+def _with_real_model(loss_func: Callable | None, stand_in: _StandIn, model: Any) -> Callable | None:
+    """Upstream's `partial(loss_func, mask, model=model)` gets the model that it expects."""
+    if not isinstance(loss_func, functools.partial):
+        return loss_func
+    args = [model if value is stand_in else value for value in loss_func.args]
+    named = {name: model if value is stand_in else value for name, value in loss_func.keywords.items()}
+    return functools.partial(loss_func.func, *args, **named)
 
 
 def _share_mask(call: Call, named: dict[str, Any], before: Call) -> None:
@@ -106,6 +124,8 @@ def _share_mask(call: Call, named: dict[str, Any], before: Call) -> None:
 def _same_mask(mask: Any, other: Any) -> bool:
     if not isinstance(mask, Tensor) or not isinstance(other, Tensor) or mask.dim() < 3:
         return False
+    if mask.data_ptr() == other.data_ptr():
+        return True
     return mask.shape == other.shape and mask.dtype == other.dtype and torch.equal(mask, other)
 
 
@@ -120,6 +140,8 @@ def share(
     rank = comm.groups.pipe.rank()
     tokens = _stacked([call.tokens for call in calls], "tokens", shape, device, rank == 0)
     labels = _stacked([call.labels for call in calls], "labels", shape, device, rank == last)
+    for call in calls:
+        call.tokens = call.labels = None
     return comm.broadcast(tokens, root=0), comm.broadcast(labels, root=last)
 
 

@@ -134,12 +134,16 @@ class OutputPasses:
         if self.options.mode == "vocab-2" and not self._forward_only:
             weight = self.shard.used_weight
             return lambda: self._statistics_and_sum(state, weight), [*reads, state.softmax_x, state.labels]
+        if self._forward_only and self._comm.groups.pipe.rank() != self._last:
+            return lambda: self._only_send(state), reads
         return lambda: self._merge(state), reads
 
     def barrier_2(self, i: int) -> Operation:
         """C2 of microbatch `i`."""
         if self.options.mode == "naive":
             state = self._states.pop(i) if self._forward_only else self._states[i]
+            if self._forward_only and self._comm.groups.pipe.rank() != self._last:
+                return lambda: self._only_send(state), [state.stats]
             return lambda: self._merge(state), [state.stats]
         return self._sum_of_parts(i)
 
@@ -175,6 +179,10 @@ class OutputPasses:
     def _merge(self, state: ops.OutputState) -> ops.GlobalStats:
         gathered = self._comm.gather(state.stats)
         return ops.merge_statistics(gathered, self.shard.padded_rows, self.options.terms)
+
+    def _only_send(self, state: ops.OutputState) -> None:
+        """Take part in the gathering; nobody needs losses on this stage."""
+        self._comm.gather(state.stats)
 
     def _statistics_and_sum(
         self, state: ops.OutputState, weight: Parameter

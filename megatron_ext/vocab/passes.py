@@ -208,14 +208,28 @@ class StepPasses:
             )
         finally:
             job.output_shard.deferring = False
+        call.args, call.kwargs = (), {}
         self._outputs[i] = output
         if step.forward_only:
             self._inputs.pop(i, None)
         if not job.on_last:
             return
+        self._check_hidden(output)
         rows = output.detach().reshape(-1, output.shape[-1])
         self._hidden_slices[i] = rows if job.config.sequence_parallel else job.comm.own_slice(rows)
         self._release(i)
+
+    def _check_hidden(self, output: Tensor) -> None:
+        """Other stages receive what the config says: bytes of another type or shape would be misread."""
+        config, (b, s) = self.job.config, self.step.tokens.shape[1:]
+        rows = s // self.job.comm.tp if config.sequence_parallel else s
+        expected = (rows, b, config.hidden_size), config.params_dtype
+        if (tuple(output.shape), output.dtype) != expected:
+            raise RuntimeError(
+                f"the last stage's hidden states are {output.dtype} {tuple(output.shape)}, but "
+                f"--vocab-parallel needs {expected[1]} {expected[0]}: what the final norm returns must have "
+                "the model's type."
+            )
 
     def _leaf(self, i: int) -> Tensor:
         if self.step.forward_only:
@@ -239,8 +253,6 @@ class StepPasses:
         gradient = stock.backward_step(
             self._inputs.pop(i, None), self._outputs.pop(i), self._output_grads.pop(i), job.config
         )
-        self.step.calls[i].args = ()
-        self.step.calls[i].kwargs = {}
         if job.first:
             self._input_grads[i] = self._embeddings.pop(i).grad
         else:
@@ -302,15 +314,18 @@ class StepPasses:
     def _loss(self, i: int) -> None:
         job, step = self.job, self.step
         _, b, s = step.tokens.shape
-        per_token = job.output.losses(i).view(s, b).t().contiguous()
+        leaf = job.output.losses(i).view(s, b).t().contiguous()
+        call = step.calls[i]
+        loss_func, call.loss_func = call.loss_func, None  # it holds the loss mask
         with torch.set_grad_enabled(not step.forward_only):
-            per_token.requires_grad_(not step.forward_only)
+            leaf.requires_grad_(not step.forward_only)
+            per_token = leaf.clone()  # like stock's losses it may be changed in place
             if job.config.timers is not None:
                 job.config.timers("forward-compute", log_level=2).start()
             loss, num_tokens = stock.forward_step_calc_loss(
                 job.model,
                 per_token,
-                step.calls[i].loss_func,
+                loss_func,
                 job.config,
                 None,
                 False,
@@ -322,9 +337,9 @@ class StepPasses:
         step.num_tokens = num_tokens if step.num_tokens is None else step.num_tokens + num_tokens
         if step.forward_only:
             return
-        gradient = stock.backward_step(per_token, loss, None, job.config)
+        gradient = stock.backward_step(leaf, loss, None, job.config)
         if gradient is None:  # the loss does not depend on this microbatch
-            gradient = torch.zeros_like(per_token)
+            gradient = torch.zeros_like(leaf)
         self._losses_grads[i] = gradient.t().reshape(-1).contiguous()
         job.output.set_gradient(i, self._losses_grads[i])
         job.output.scale_sum(i, self._losses_grads[i])

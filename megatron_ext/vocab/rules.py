@@ -49,8 +49,47 @@ def fixed_shapes(args: Namespace) -> str | None:
     if not _set(args, "sft"):
         return None
     return (
-        f"--sft gives microbatches of different lengths, but --vocab-parallel {args.vocab_parallel} needs one "
-        "shape [micro-batch-size, seq-length] on all stages. Remove --sft."
+        f"--sft gives microbatches of different lengths, but --vocab-parallel {args.vocab_parallel} needs "
+        "one shape [micro-batch-size, seq-length] on all stages. Remove --sft."
+    )
+
+
+_REFUSED = {
+    "logits_save_dir": (
+        "--logits-save-dir",
+        "reads logits from the output layer, and they are never put together",
+    ),
+    "logits_load_dir": (
+        "--logits-load-dir",
+        "reads logits from the output layer, and they are never put together",
+    ),
+    "inprocess_restart": ("--inprocess-restart", "replaces process groups that the schedule's lanes hold"),
+    "fine_grained_activation_offloading": (
+        "--fine-grained-activation-offloading",
+        "counts forward and backward passes of stock's schedule",
+    ),
+    "perform_rl_step": ("--perform-rl-step", "calls the model outside the pipeline schedule"),
+    "log_straggler": ("--log-straggler", "times forward_step, which does not run the model here"),
+}
+
+
+def no_other_users_of_the_output_layer(args: Namespace) -> str | None:
+    """Options that hang on what the schedule moves elsewhere."""
+    found = [f"{flag} {why}" for name, (flag, why) in _REFUSED.items() if _set(args, name)]
+    if not found:
+        return None
+    flags = " and ".join(text.split()[0] for text in found)
+    return f"{'; '.join(found)} with --vocab-parallel {args.vocab_parallel}. Remove {flags}."
+
+
+def no_weight_shards(args: Namespace) -> str | None:
+    """Generalised tensor parallelism wraps the weights that are shared out."""
+    shards = getattr(args, "tensor_parallel_num_weight_shards", None)
+    if not shards or shards <= args.tensor_model_parallel_size:
+        return None
+    return (
+        f"--tensor-parallel-num-weight-shards {shards} cuts weights that --vocab-parallel "
+        f"{args.vocab_parallel} cuts already. Set it to {args.tensor_model_parallel_size} or remove it."
     )
 
 
@@ -66,8 +105,8 @@ def flags_need_the_mode(args: Namespace) -> str | None:
     if not changed:
         return None
     return (
-        f"{' and '.join(changed)} given, but --vocab-parallel is off, so nothing would come of it. Add "
-        "--vocab-parallel vocab-2, or remove the rest."
+        f"{' and '.join(changed)} given, but --vocab-parallel is off, so nothing would come of it. "
+        "Add --vocab-parallel vocab-2, or remove the rest."
     )
 
 
@@ -126,6 +165,8 @@ RULES = (
     no_deferred_embedding_gradients,
     no_meta_device,
     fixed_shapes,
+    no_other_users_of_the_output_layer,
+    no_weight_shards,
     rows_for_every_rank,
     loss_terms_in_range,
     chunk_is_positive,

@@ -7,6 +7,7 @@ stage.
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_ext import traffic
+from megatron_ext.groups import device_of
 from megatron_ext.hooks import bound
 from megatron_ext.schedules.build import build, build_listed
 from megatron_ext.schedules.check import checked
@@ -89,12 +91,29 @@ class VocabSchedule:
             schedule = made(
                 self._comm.pp, microbatches, vocab=self._options.mode, forward_only=forward_only, **costs
             )
-            self._programs[key] = checked(schedule, overlap=self._overlap)
+            program = checked(schedule, overlap=self._overlap)
+            self._agree(program)
+            self._programs[key] = program
         return self._programs[key]
+
+    def _agree(self, program: Program) -> None:
+        """All ranks run parts of one program; each has built its own copy, maybe from a file of its node."""
+        digest = hashlib.blake2b(program.text.encode(), digest_size=7).digest()
+        group = self._comm.groups.shards
+        mine = torch.tensor([int.from_bytes(digest)], dtype=torch.int64, device=device_of(group))
+        every = torch.empty(group.size(), dtype=torch.int64, device=mine.device)
+        with traffic.label("groups"):
+            torch.distributed.all_gather_into_tensor(every, mine, group=group)
+        if not (every == mine).all():
+            raise RuntimeError(
+                "pipeline ranks have built different schedules, so they would wait for each other for ever. "
+                "Give all of them the same flags and the same file for --vocab-costs."
+            )
 
     def _job_of(self, model: Any) -> Job:
         if self._job_model is not model:
             inner = unwrap_model(model)
+            self._frozen_alike(inner)
             self._job_model = model
             self._job = Job(
                 model=model,
@@ -106,6 +125,20 @@ class VocabSchedule:
                 half_outputs=_runs_in_half(model),
             )
         return self._job
+
+    def _frozen_alike(self, inner: Any) -> None:
+        """A parameter that is frozen on one stage only would be trained in part."""
+        group = self._comm.groups.pipe
+        flags = [inner.embedding.word_embeddings.weight, inner.output_layer.used_weight]
+        trained = torch.tensor([int(w.requires_grad) for w in flags], device=device_of(group))
+        with traffic.label("groups"):
+            torch.distributed.all_reduce(trained, group=group)
+        if not all(count in (0, group.size()) for count in trained.tolist()):
+            raise RuntimeError(
+                "the embedding or output layer is frozen on some pipeline stages only. With --vocab-parallel "
+                "every stage holds rows of both: set requires_grad of model.embedding.word_embeddings.weight "
+                "and model.output_layer.weight on all stages alike."
+            )
 
     def _refuse(self, call: dict[str, Any], model: Any) -> None:
         if not is_converted(unwrap_model(model)):

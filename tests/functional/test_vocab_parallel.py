@@ -344,3 +344,16 @@ def test_planned_and_measured_memory(tmp_path, mode):
         held.append(planned["weights"])
     # Vocabulary rows are equal on all ranks; without the feature the first and last ranks hold all of them.
     assert max(held) / min(held) < 1.01 if mode != "off" else max(held) / min(held) > 5
+
+
+def test_loss_function_may_work_in_place(references, tmp_path):
+    """Stock's losses are no leaves of autograd, so a loss function may change them; ours may be, too."""
+    script = tmp_path / "script.py"
+    text = SCRIPT.read_text()
+    before = "    loss = torch.sum(per_token_loss.reshape(-1).float() * mask)"
+    assert before in text
+    after = "    per_token_loss *= loss_mask\n    loss = torch.sum(per_token_loss)"
+    script.write_text(text.replace(before, after))
+    seed, stock = references((), ())
+    run = train(tmp_path / "run", 2, *seed, PP, "2", "--vocab-parallel", "vocab-2", script=script, steps=3)
+    assert_close({step: stock.losses()[step] for step in (1, 2, 3)}, run.losses(), 1e-5)

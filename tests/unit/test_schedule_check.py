@@ -377,3 +377,24 @@ def test_text_that_is_no_action(text):
     with pytest.raises(ValueError, match="is no action: use forms like F3, S0, C1") as caught:
         parse(text)
     assert str(caught.value).startswith(f"{text!r} is no action")
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind"), [(1, "SF"), (0, "RF"), (0, "SB"), (1, "RB")], ids=["SF", "RF", "SB", "RB"]
+)
+def test_transfer_to_nowhere(rank, kind):
+    made = lower(build(2, 3, vocab="vocab-2"))
+    rows = list(made.ranks)
+    rows[rank] = (*rows[rank], Action(kind, 0))
+    with pytest.raises(ScheduleError, match=rf"rank {rank} launches {kind}\(0\), which has no place"):
+        check(replace(made, ranks=tuple(rows)))
+
+
+@pytest.mark.parametrize("kind", ["C2", "C3"])
+def test_barrier_of_another_algorithm(kind):
+    made = lower(build(2, 3, vocab="vocab-2"))
+    extra = Action(kind, 0)
+    schedule = replace(made.schedule, collectives=(*made.schedule.collectives, extra))
+    rows = tuple((*row, extra) for row in made.ranks)
+    with pytest.raises(ScheduleError, match="has no place here"):
+        check(replace(made, schedule=schedule, ranks=rows))

@@ -188,11 +188,11 @@ FOUND = (
         17,
         False,
         Costs(
-            (1.56, 0.524, 1.913, 0.535, 1.506),
-            (2.261, 2.107, 3.755, 0.727, 0.458),
-            output_s=(0.334, 0.539, 0.743, 0.033, 0.217),
+            (1.5594, 0.5243, 1.9128, 0.5350, 1.5056),
+            (2.26100, 2.10701, 3.75484, 0.72723, 0.45792),
+            output_s=(0.33427, 0.53887, 0.74322, 0.03334, 0.21746),
             output_u=1.0,
-            output_t=(0.145, 0.231, 0.059, 0.544, 0.838),
+            output_t=(0.14535, 0.23114, 0.05851, 0.54356, 0.83769),
             loss=1.0,
         ),
     ),
@@ -208,8 +208,7 @@ FOUND = (
 
 @pytest.mark.parametrize(("vocab", "p", "m", "forward_only", "costs"), FOUND, ids=["first inputs", "slots"])
 def test_first_inputs_and_slots_wait_for_no_later_ones(vocab, p, m, forward_only, costs):
-    """Input passes in front of the first slot come before what waits for another rank's slot, and slots follow
-    each other on all ranks."""
+    """The first input passes come before what waits for another rank's slot; slots follow each other."""
     order = by_kind(("B", "F", "slot"))
     checked(build(p, m, vocab=vocab, costs=costs, forward_only=forward_only, priority=order))
 

@@ -187,8 +187,8 @@ def test_costs_file_that_fits(tmp_path):
 def test_flags_without_the_mode_are_refused():
     found = flags_need_the_mode(arguments(vocab_parallel="off", vocab_save="none", vocab_z_loss=1e-4))
     assert found == (
-        "--vocab-save and --vocab-z-loss given, but --vocab-parallel is off, so nothing would come of it. Add "
-        "--vocab-parallel vocab-2, or remove the rest."
+        "--vocab-save and --vocab-z-loss given, but --vocab-parallel is off, so nothing would come of it. "
+        "Add --vocab-parallel vocab-2, or remove the rest."
     )
     assert flags_need_the_mode(arguments(vocab_parallel="off")) is None
     assert flags_need_the_mode(arguments(vocab_save="none")) is None
