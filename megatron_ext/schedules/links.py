@@ -35,8 +35,8 @@ class Links:
         self, forward: ProcessGroup, backward: ProcessGroup, *, feature: str, overlap: bool, on_gpu: bool
     ):
         if on_gpu and getattr(torch.distributed.group.WORLD, "bound_device_id", None) is not None:
-            # Then transfers of all pairs of a group queue up in one communicator, and a receive that is posted
-            # early would hold up the send that must come before it.
+            # Then transfers of all pairs of a group queue up in one communicator, and a receive that is
+            # posted early would hold up the send that must come before it.
             raise RuntimeError(
                 "torch.distributed was initialised with device_id, which makes point-to-point transfers of a "
                 "process group wait for each other. Leave device_id out of init_process_group."
