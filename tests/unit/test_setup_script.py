@@ -382,10 +382,10 @@ def test_quickstart_starts_both_runs_from_one_seed(machine):
     machine.python("python3.12")
     done = machine.run("quickstart.sh")
     assert done.returncode == 0, done.stdout + done.stderr
-    data, seed, one, two, compare = jobs(machine)
+    data, seed, one, two, vocab, compare = jobs(machine)
     assert data.startswith("-m megatron_ext data --input ")
     prefix = re.search(r"--output (\S+)", data)[1]
-    for job in (seed, one, two):
+    for job in (seed, one, two, vocab):
         assert f"--data-path {prefix}_text_document " in job
         assert f"--tokenizer-model {prefix}.model " in job
     assert "--iterations-to-skip 1 --save runs/quickstart/seed " in seed
@@ -394,7 +394,10 @@ def test_quickstart_starts_both_runs_from_one_seed(machine):
     assert one.endswith(f"{load}--ext-report runs/quickstart/pp1")
     assert "--nproc-per-node 2 " in two
     assert two.endswith(f"{load}--pipeline-model-parallel-size 2 --ext-report runs/quickstart/pp2")
-    assert compare.startswith("-m megatron_ext compare runs/quickstart/pp1 runs/quickstart/pp2 --output ")
+    assert f"{load}--pipeline-model-parallel-size 2 --vocab-parallel vocab-2 " in vocab
+    assert vocab.endswith("--ext-report runs/quickstart/pp2-vocab")
+    folders = "runs/quickstart/pp1 runs/quickstart/pp2 runs/quickstart/pp2-vocab"
+    assert compare.startswith(f"-m megatron_ext compare {folders} ")
 
 
 def test_quickstart_shows_the_end_of_a_failed_job(machine):

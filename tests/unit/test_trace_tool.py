@@ -186,7 +186,7 @@ def test_all_problems_at_once(trace):
         ("[1]", "a JSON object with some of the fields"),
         ('{"forwards": 1}', "a JSON object with some of the fields"),
         ('{"forward": [1, 2, 3]}', "3 values, but there are 2 pipeline ranks"),
-        ('{"forward": -1}', "cannot be negative"),
+        ('{"forward": -1}', "finite and not negative"),
         ('{"forward": 0}', "must take time"),
         ('{"comm": {"C9": 1}}', "its kinds are"),
     ],
