@@ -69,7 +69,7 @@ class _Squeeze:
         self.p = block.p
         kinds = block.vocab.slots
         if forward_only:
-            kinds = tuple((kind, lag) for kind, lag in kinds if kind in ("S", "U", "L"))
+            kinds = tuple((kind, lag) for kind, lag in kinds if kind in ("S", "U"))
         self.kinds = kinds
         lag = max((lag for _, lag in kinds), default=0)
         self.slots = 0 if not kinds else m + lag - (block.vocab.flushed_last and not forward_only)
@@ -78,9 +78,8 @@ class _Squeeze:
         self.next = [dict.fromkeys(("F", "B", "slot"), 0) for _ in range(self.p)]
         self.ended: dict[tuple[str, int], int] = {}  # (pass, microbatch) -> ranks on which it has ended
         self.done: set[tuple[str, int, int]] = set()  # (pass, rank, microbatch)
-        self.queue: list[list[tuple[str, int]]] = [
-            [] for _ in range(self.p)
-        ]  # what a rank's slot still holds
+        # What a rank's slot still holds.
+        self.queue: list[list[tuple[str, int]]] = [[] for _ in range(self.p)]
         self.events: list[tuple[float, int, list[tuple[str, int, int]]]] = []
         self.count = 0
 
@@ -121,23 +120,17 @@ class _Squeeze:
     def _duration(self, kind: str, rank: int) -> float:
         if kind != "slot":
             return self.costs.of(kind, rank)
-        return sum(self.costs.of(k, rank) for k, _ in self._passes(self.next[rank]["slot"], rank))
+        return sum(self.costs.of(k, rank) for k, _ in self._passes(self.next[rank]["slot"]))
 
-    def _passes(self, index: int, rank: int) -> list[tuple[str, int]]:
-        passes = [(kind, index - lag) for kind, lag in self.kinds if 0 <= index - lag < self.m]
-        return [(kind, i) for kind, i in passes if kind != "L" or rank == self.p - 1]
+    def _passes(self, index: int) -> list[tuple[str, int]]:
+        return [(kind, index - lag) for kind, lag in self.kinds if 0 <= index - lag < self.m]
 
     def _ready(self, kind: str, rank: int) -> bool:
         index = self.next[rank][kind]
         if kind == "slot":
             if index >= self.slots:
                 return False
-            passes = self._passes(index, rank)
-            # A synchronous slot is entered as soon as its first pass can run, and holds the rank from then
-            # on.
-            return all(
-                self._has_inputs(*entry) for entry in passes[: 1 if self.block.vocab.synchronous else None]
-            )
+            return all(self._has_inputs(*entry) for entry in self._passes(index))
         if index >= self.m or (kind == "B" and self.forward_only):
             return False
         if kind == "F":
@@ -154,10 +147,6 @@ class _Squeeze:
             return ("F", self.p - 1, i) in self.done and (i == 0 or self._everywhere("S", i - 1))
         if kind == "U":
             return self._everywhere("S", i)
-        if kind == "L":
-            return self._statistics(i)
-        if self.block.vocab.synchronous:
-            return ("L", self.p - 1, i) in self.done
         return self._statistics(i)  # T: the loss is known as soon as the statistics are
 
     def _statistics(self, i: int) -> bool:
@@ -177,7 +166,7 @@ class _Squeeze:
         self.next[rank][kind] += 1
         if kind == "slot":
             self.rows[rank].append(Slot(index))
-            self.queue[rank] = self._passes(index, rank)
+            self.queue[rank] = self._passes(index)
             self._continue(rank, now)
             return
         self.rows[rank].append(Action(kind, index))

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_ext.tools import page
 from megatron_ext.tools.compare_files import as_csv, as_json
 from megatron_ext.tools.compare_page import as_html
 from megatron_ext.tools.compare_read import RecordError, read_run
@@ -107,14 +108,7 @@ def write(comparison: Comparison, folder: Path) -> Path:
     """Write compare.json, compare.csv and compare.html into `folder`; returns the page's path."""
     texts = {"compare.json": as_json, "compare.csv": as_csv, "compare.html": as_html}
     contents = {name: make(comparison) for name, make in texts.items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            (folder / name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise RecordError(
-            f"Cannot write to {folder}: {error.strerror}. Give another folder as --output."
-        ) from error
+    page.write_all(folder, contents, RecordError)
     return folder / "compare.html"
 
 

@@ -9,6 +9,7 @@ from string import Template
 
 from megatron_ext import __version__
 from megatron_ext.tools import compare_svg as svg
+from megatron_ext.tools import page
 from megatron_ext.tools.compare_args import differing_arguments
 from megatron_ext.tools.compare_read import as_number, step_range
 from megatron_ext.tools.compare_stats import Figures
@@ -238,7 +239,6 @@ def as_html(comparison: Comparison) -> str:
     """The page's text."""
     names = [of.run.name for of in comparison.figures]
     header, losses = loss_rows(comparison)
-    assets = files("megatron_ext.tools")
     charts = (_loss_chart, _difference_chart, _time_chart, _memory_chart, _traffic_chart, _grad_norm_chart)
     tolerance = comparison.tolerance
     asked = (
@@ -246,9 +246,8 @@ def as_html(comparison: Comparison) -> str:
         if tolerance.bitwise
         else f"losses equal to {tolerance.loss:g} relative, gradient norms to {tolerance.grad_norm:g}"
     )
-    return Template((assets / "compare.html").read_text(encoding="utf-8")).substitute(
-        title=escape(" and ".join(names) if len(names) == 2 else ", ".join(names)) + " compared",
-        style=(assets / "compare.css").read_text(encoding="utf-8"),
+    template = (files("megatron_ext.tools") / "compare.html").read_text(encoding="utf-8")
+    body = Template(template).substitute(
         banner=_banner(comparison),
         warnings=_warnings(comparison),
         charts="\n".join(chart(comparison) for chart in charts),
@@ -265,5 +264,9 @@ def as_html(comparison: Comparison) -> str:
         ),
         arguments=_arguments(comparison, names),
         details=f'<div class="card">{"".join(_details(of) for of in comparison.figures)}</div>',
-        footer=escape(f"megatron-ext {__version__} compare. Agreement asked for: {asked}."),
+    )
+    return page.document(
+        (" and ".join(names) if len(names) == 2 else ", ".join(names)) + " compared",
+        body,
+        f"megatron-ext {__version__} compare. Agreement asked for: {asked}.",
     )

@@ -8,9 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+from megatron_ext.tools import page
 from megatron_ext.tools.compare import default_names
 from megatron_ext.tools.compare_read import RecordError, read_run
-from megatron_ext.tools.memory_page import as_html, style
+from megatron_ext.tools.memory_page import as_html
 from megatron_ext.tools.memory_read import RunMemory, in_one_order, read_memory
 from megatron_ext.tools.memory_svg import picture
 from megatron_ext.tools.memory_text import as_csv, report
@@ -42,17 +43,10 @@ def write(memories: list[RunMemory], folder: Path) -> Path:
     """Write memory.html, memory.svg and memory.csv into `folder`; returns the page's path."""
     contents = {
         "memory.html": as_html(memories),
-        "memory.svg": picture(memories, style()),
+        "memory.svg": picture(memories, page.style()),
         "memory.csv": as_csv(memories),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            (folder / name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise RecordError(
-            f"Cannot write to {folder}: {error.strerror}. Give another folder as --output."
-        ) from error
+    page.write_all(folder, contents, RecordError)
     return folder / "memory.html"
 
 

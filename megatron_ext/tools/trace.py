@@ -23,6 +23,7 @@ from megatron_ext.schedules.render_panel import Panel, Units, parse_window, unit
 from megatron_ext.schedules.render_svg import picture
 from megatron_ext.schedules.simulate import simulate
 from megatron_ext.tools import trace_report
+from megatron_ext.tools.page import write_all
 from megatron_ext.tools.trace_args import Planned, Request, parse
 from megatron_ext.tools.trace_read import measured_costs, read_measured
 
@@ -88,15 +89,7 @@ def write(shown: Shown, request: Request, tables: list[Table]) -> list[Path]:
     }
     if shown.costs is not None:
         contents["costs.json"] = shown.costs.to_json() + "\n"
-    try:
-        request.out.mkdir(parents=True, exist_ok=True)
-        for name, content in contents.items():
-            (request.out / name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--output {request.out}: cannot be written to ({error.strerror}). Give another folder as "
-            "--output."
-        ) from error
+    write_all(request.out, contents, UserError)
     return [request.out / name for name in contents]
 
 

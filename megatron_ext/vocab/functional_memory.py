@@ -7,7 +7,7 @@ gradient buffers. Several microbatches may lie between S and T: each adds what i
 
 from typing import Literal
 
-from megatron_ext.vocab.functional_state import Saving
+from megatron_ext.vocab.saving import Saving
 
 Algorithm = Literal["naive", "vocab-1", "vocab-2", "interlaced"]
 

@@ -172,7 +172,7 @@ class _VocabularyWalk(_Walk):
 
     def __init__(self, d: Description, rank: int):
         from megatron_ext.vocab.functional_memory import kept_bytes, peak_bytes
-        from megatron_ext.vocab.functional_state import Saving
+        from megatron_ext.vocab.saving import Saving
 
         super().__init__(d, rank)
         self.rows_bytes = d.itemsize * d.tokens * d.hidden  # whole rows, also with sequence parallelism

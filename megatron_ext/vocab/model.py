@@ -69,7 +69,6 @@ def convert(model: Any, pipe: ProcessGroup) -> None:
     model.output_layer = OutputShard(config, output, rows, model.vocab_size, tied_to)
     # Both shards of a rank are one parameter: no stage has a copy that stock would have to keep in step.
     model.share_embeddings_and_output_weights = False
-    model.vocab_is_tied = tied
     model.sharded_state_dict = types.MethodType(_sharded_state_dict, model)
     print(
         f"[megatron_ext] stage {rank}, tensor-parallel rank {tp.rank()}: vocabulary rows {rows[0]} to "
@@ -135,8 +134,7 @@ def after_init(pipe: Callable[[], ProcessGroup], original: Callable) -> Callable
         learned = call["position_embedding_type"] == "learned_absolute"
         scatter = call["scatter_embedding_sequence_parallel"] and self.config.sequence_parallel
         convert(self, pipe())
-        # Whether the embedding layer of the first stage takes sequence slices; other stages have no such
-        # layer.
+        # Whether the first stage's embedding layer takes sequence slices; other stages have no such layer.
         self.vocab_scatters = scatter and not learned
 
     return __init__

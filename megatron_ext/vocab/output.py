@@ -5,8 +5,7 @@
                         T: dW and this shard's dX     C3: sum of dX
     vocab-1, interlaced S: logits, local softmax      C1: statistics
                         T: dW and this shard's dX     C2: sum of dX
-    vocab-2             S: also the softmax part of dX    C1: statistics, then sum of dX (without the factor
-    g)
+    vocab-2             S: also softmax part of dX    C1: statistics, then sum of dX / g
                         T: dW
 
 Sources: Yeung et al., arXiv 2411.05288, Algorithms 1 and 2; the formulas are in vocab/functional.py. Passes

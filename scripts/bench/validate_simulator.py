@@ -7,9 +7,9 @@ worst error of memory, and last those of time. Nothing is fitted.
 
 Time. A run's own mean pass times go into the real schedule (build, lower, simulate). The output layer's
 time is split into S and T by the number of matrix products, 2 : 1 in vocab-2, else 1 : 2. In vocab-1 and
-vocab-2 the order of passes is made for these pass times too, as the authors' scheduler makes it once it has
-timed some iterations, and the table has such timings (made for backward = twice forward: mean error 1.1 %,
-worst 2.8 %); 1F1B and interlaced have one order each. Communication is free: `communication_us` is recorded
+vocab-2 the order of passes is made for these pass times too, by our builder and for each rank's own; the
+authors' scheduler also uses times it has measured, but their means. With the static order, made for backward =
+twice forward, the mean error is 1.1 % and the worst 2.8 %. 1F1B and interlaced have one order each. Communication is free: `communication_us` is recorded
 in vocabulary runs only, it is not said what it times, and the schedules are made to hide communication. So
 most times come out a little low.
 
