@@ -55,9 +55,8 @@ def numbers(rows: Sequence[Sequence[str]], total: str) -> str:
 
     A line parts the row called `total` from those above it.
     """
-    head = "".join(
-        f'<th scope="col">{"<br>".join(map(escape, cell.split(chr(10))))}</th>' for cell in rows[0]
-    )
+    titles = (escape(cell).replace("\n", "<br>") for cell in rows[0])
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     body = []
     for row in rows[1:]:
         parting = ' class="parting"' if row[0] == total else ""

@@ -8,10 +8,10 @@ worst error of memory, and last those of time. Nothing is fitted.
 Time. A run's own mean pass times go into the real schedule (build, lower, simulate). The output layer's
 time is split into S and T by the number of matrix products, 2 : 1 in vocab-2, else 1 : 2. In vocab-1 and
 vocab-2 the order of passes is made for these pass times too, by our builder and for each rank's own; the
-authors' scheduler also uses times it has measured, but their means. With the static order, made for backward =
-twice forward, the mean error is 1.1 % and the worst 2.8 %. 1F1B and interlaced have one order each. Communication is free: `communication_us` is recorded
-in vocabulary runs only, it is not said what it times, and the schedules are made to hide communication. So
-most times come out a little low.
+authors' scheduler also uses times that it has measured, but their means. With the static order, made for
+backward = twice forward, the mean error is 1.1 % and the worst 2.8 %. 1F1B and interlaced have one order
+each. Communication is free: `communication_us` is recorded in vocabulary runs only, it is not said what it
+times, and the schedules are made to hide communication. So most times come out a little low.
 
 Memory. The architecture and Megatron's behaviour (megatron_ext/vocab/memory_layers.py), for the worst rank.
 --fp16 with gradients in fp16 and Adam with fp32 weights, momentum and variance: 2 + 2 + 12 bytes a weight.
