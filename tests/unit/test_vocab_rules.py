@@ -192,3 +192,18 @@ def test_flags_without_the_mode_are_refused():
     )
     assert flags_need_the_mode(arguments(vocab_parallel="off")) is None
     assert flags_need_the_mode(arguments(vocab_save="none")) is None
+
+
+def test_other_users_of_the_output_layer():
+    found = only(logits_save_dir="d", log_straggler=True)
+    assert found.startswith("--logits-save-dir reads logits from the output layer")
+    assert "--log-straggler times forward_step" in found
+    assert found.endswith("with --vocab-parallel vocab-2. Remove --logits-save-dir and --log-straggler.")
+
+
+def test_weight_shards():
+    assert only(tensor_parallel_num_weight_shards=4, tensor_model_parallel_size=2, world_size=8) == (
+        "--tensor-parallel-num-weight-shards 4 cuts weights that --vocab-parallel vocab-2 cuts already. Set it "
+        "to 2 or remove it."
+    )
+    assert problems(tensor_parallel_num_weight_shards=2, tensor_model_parallel_size=2, world_size=8) == []
