@@ -14,6 +14,8 @@ from tests.unit.stock_args import gpt
 OTHERS = {
     "defer_embedding_wgrad_compute": False,
     "init_model_with_meta_device": False,
+    "log_straggler": False,
+    "logits_save_dir": None,
     "make_vocab_size_divisible_by": 128,
 }
 
@@ -203,7 +205,7 @@ def test_other_users_of_the_output_layer():
 
 def test_weight_shards():
     assert only(tensor_parallel_num_weight_shards=4, tensor_model_parallel_size=2, world_size=8) == (
-        "--tensor-parallel-num-weight-shards 4 cuts weights that --vocab-parallel vocab-2 cuts already. Set it "
-        "to 2 or remove it."
+        "--tensor-parallel-num-weight-shards 4 cuts weights that --vocab-parallel vocab-2 cuts already. "
+        "Set it to 2 or remove it."
     )
     assert problems(tensor_parallel_num_weight_shards=2, tensor_model_parallel_size=2, world_size=8) == []
