@@ -48,9 +48,11 @@ def known_flags() -> set[str]:
     parser = add_megatron_arguments(argparse.ArgumentParser())
     config.add_arguments(parser, features.configs())
     flags = set(parser._option_string_actions) | {"--cpu", "--help", "--version"}
-    for tool in cli.TOOLS:
+    helps = [["-m", "megatron_ext", tool] for tool in cli.TOOLS]
+    helps += [["scripts/bench/vocab.py", command] for command in ("train", "paced")]
+    for program in helps:
         text = subprocess.run(
-            [sys.executable, "-m", "megatron_ext", tool, "--help"],
+            [sys.executable, *program, "--help"],
             cwd=REPO,
             capture_output=True,
             text=True,
