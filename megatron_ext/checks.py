@@ -6,10 +6,11 @@ declare them (feature table), and asking for one that nothing enabled offers is 
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from megatron_ext import traffic
-from megatron_ext.hooks import before_optimizer_step, bound
+from megatron_ext.hooks import before_optimizer_step, bound, whole_parameters
 from megatron_ext.patching import Patch
 
 
@@ -27,6 +28,14 @@ def check_replicas(model_chunks: Iterable[Any], step: int) -> int:
     Raises:
         ReplicaError: names the parameter, the step and the ranks that differ from the first one.
     """
+    chunks = list(model_chunks)
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(whole_parameters(chunk))
+        return _check_whole(chunks, step)
+
+
+def _check_whole(model_chunks: list[Any], step: int) -> int:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.compositions import STOCK_OPTIONS, UNTESTED, WORKS
 from megatron_ext.config import RunConfig
+from megatron_ext.paro import rules as paro_rules
+from megatron_ext.paro.config import ParoConfig
+from megatron_ext.paro.groups import paro_groups
+from megatron_ext.paro.install import paro_adjust, paro_patches
 from megatron_ext.vocab import rules as vocab_rules
 from megatron_ext.vocab.config import VocabConfig
 from megatron_ext.vocab.install import vocab_groups, vocab_patches
@@ -61,6 +65,8 @@ class Feature:
     """What it changes in Megatron, see patching.py."""
     groups: Callable[[Namespace], Mapping[str, Group]] = lambda args: {}
     """Its process groups by name, from Megatron's validated arguments; pure. The launcher makes them."""
+    adjust: Callable[[Namespace, Namespace], None] = lambda args, flags: None
+    """What it sets in Megatron's validated arguments, and in its own flags: what only they decide."""
     checks: tuple[str, ...] = ()
     """Names of --ext-check that it implements."""
     conflicts: Mapping[str, str] = field(default_factory=dict)
@@ -126,7 +132,40 @@ FEATURES: tuple[Feature, ...] = (
         name="paro",
         title="PaRO",
         what="shards parameters, gradients and optimizer state each over a group of its own size",
-        status="planned",
+        status="ready",
+        config=ParoConfig,
+        enabled=lambda flags: flags.paro_strategy != "off",
+        rules=paro_rules.RULES,
+        patches=paro_patches,
+        groups=paro_groups,
+        adjust=paro_adjust,
+        checks=("bytes",),
+        conflicts={
+            "vocab": WORKS,
+            "tp": WORKS,
+            "sp": WORKS,
+            "pp": WORKS,
+            "interleaved": UNTESTED,
+            "dp": WORKS,
+            "distopt": WORKS,
+            "instances": "--paro-strategy NNI is what --num-distributed-optimizer-instances does, with "
+            "--paro-group-size for the size of an instance. Remove --num-distributed-optimizer-instances.",
+            "overlap": WORKS,
+            "cp": UNTESTED,
+            "recompute": WORKS,
+            "bf16": WORKS,
+            "fp16": WORKS,
+            "fp8": UNTESTED,
+            "moe": "expert parameters are split over ranks of their own, which its groups do not follow yet. "
+            "Remove --num-experts.",
+            "mla": UNTESTED,
+            "mtp": UNTESTED,
+            "hybrid": "units of a hybrid model are not known to it. Remove --hybrid-layer-pattern.",
+            "fsdp": "both split parameters. Remove --use-megatron-fsdp; --paro-strategy GGG splits as it does.",
+            "fsdp2": "both split parameters. Remove --use-torch-fsdp2; --paro-strategy GGG splits as it does.",
+            "graphs": "a captured graph repeats the collectives of one step. Remove the CUDA graph options.",
+        },
+        doc="docs/paro.md",
     ),
 )
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.hooks import before_optimizer_step, bound
+from megatron_ext.hooks import before_optimizer_step, bound, whole_parameters
 from megatron_ext.patching import Patch
 
 
@@ -34,9 +34,12 @@ def dump(model_chunks: list, optimizer: Any, folder: str | Path, step: int) -> P
     scale = float(optimizer.get_loss_scale().item())
     shards = []
     for chunk in model_chunks:
-        grads = full_gradients(chunk)
-        for name, shape, offset, tensor in _named_shards(chunk, grads):
-            shards.append((name, shape, offset, (tensor.double() / scale).to(torch.float32).cpu().clone()))
+        with whole_parameters(chunk):
+            grads = full_gradients(chunk)
+            for name, shape, offset, tensor in _named_shards(chunk, grads):
+                shards.append(
+                    (name, shape, offset, (tensor.double() / scale).to(torch.float32).cpu().clone())
+                )
     target = step_folder(folder, step)
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"rank-{torch.distributed.get_rank():04d}.pt"
@@ -74,6 +77,8 @@ def full_gradients(chunk: Any) -> dict[Any, Any]:
             f"The gradient dump reads Megatron's DistributedDataParallel, but the model is wrapped in "
             f"{type(chunk).__name__}. Run without --use-megatron-fsdp / --use-torch-fsdp2 to dump gradients."
         )
+    if hasattr(chunk, "full_gradients"):
+        return chunk.full_gradients()
     grads = {}
     for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
         for bucket in group.buckets:

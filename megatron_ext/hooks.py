@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 
@@ -10,6 +11,11 @@ def bound(original: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
     call = inspect.signature(original).bind(*args, **kwargs)
     call.apply_defaults()
     return call.arguments
+
+
+def whole_parameters(chunk: Any) -> AbstractContextManager[None]:
+    """Context in which all parameters of a wrapped model chunk are whole, also if it splits them; collective."""
+    return chunk.whole() if hasattr(chunk, "whole") else nullcontext()
 
 
 class before_optimizer_step:

@@ -209,9 +209,12 @@ class Launcher:
         if self.options.cpu:
             cpu.prepare_args(args)
         try:
-            return stock_validate(args, defaults, **kwargs)
+            validated = stock_validate(args, defaults, **kwargs)
         except (AssertionError, ValueError, RuntimeError) as error:
             problems.refuse([parse_errors.refused_by_stock(error)])
+        for feature in self.on:
+            feature.adjust(validated, self.flags)
+        return validated
 
 
 def argument_patches(launcher: Launcher | None) -> list[Patch]:

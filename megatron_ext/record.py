@@ -158,6 +158,9 @@ class RunRecord:
             fields["losses"] = losses
         if self.memory is not None and (measured := self.memory.take()):
             fields["memory"] = measured
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if hasattr(part, "record_fields"):
+                fields.update(part.record_fields())
         tokens = get_num_microbatches() * args.micro_batch_size * args.data_parallel_size * args.seq_length
         self.write(
             "step",

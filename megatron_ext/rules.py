@@ -14,6 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megatron_ext.paro.rules import flags_need_the_strategy
 from megatron_ext.rules_cpu import CPU_RULES
 from megatron_ext.rules_files import FILE_RULES
 from megatron_ext.rules_pipeline import PIPELINE_RULES
@@ -26,7 +27,8 @@ Rule = Callable[[Namespace], str | None]
 
 def base_rules() -> tuple[Rule, ...]:
     """Rules for every job, with or without our features."""
-    return (*SIZE_RULES, *PIPELINE_RULES, *TRAINING_RULES, *FILE_RULES, flags_need_the_mode)
+    features = (flags_need_the_mode, flags_need_the_strategy)
+    return (*SIZE_RULES, *PIPELINE_RULES, *TRAINING_RULES, *FILE_RULES, *features)
 
 
 def run(args: Namespace, rules: Iterable[Rule], defaults: Mapping[str, Any] | None = None) -> list[str]:

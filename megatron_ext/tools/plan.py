@@ -3,7 +3,10 @@
 import importlib
 import sys
 
-SUBJECTS = {"layers": "the best split of layers over pipeline stages that stock can do"}
+SUBJECTS = {
+    "layers": "the best split of layers over pipeline stages that stock can do",
+    "paro": "sharding strategies for parameters, gradients and optimizer states, compared",
+}
 EXIT_BAD_INPUT = 2
 
 

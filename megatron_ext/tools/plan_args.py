@@ -4,10 +4,17 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_ext import configfile
 from megatron_ext.problems import UserError
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.tools.plan_costs import LayerCosts, costs_of_layers, modelled_costs
+from megatron_ext.tools.plan_read import (
+    Numbers,
+    add_model_flags,
+    attention_widths,
+    default_ffn,
+    padded_vocabulary,
+    parse_known,
+)
 
 _DESCRIPTION = """\
 Split transformer layers over pipeline stages so that the slowest stage is as fast as possible, with
@@ -24,6 +31,9 @@ model with its layers spread evenly.
 
 Exit code: 0, or 2 where arguments or files are wrong.
 """
+_VOCABULARY = (
+    "the output layer's cost follows from it. Give --padded-vocab-size or --vocab-size, or measured times"
+)
 # Where the costs above are not those of a stage.
 _UNSUPPORTED = {
     "--num-experts": "layers differ in cost between ranks",
@@ -31,7 +41,6 @@ _UNSUPPORTED = {
     "--num-layers-per-virtual-pipeline-stage": "it gives each rank several stages",
     "--num-virtual-stages-per-pipeline-rank": "it gives each rank several stages",
 }
-DEFAULT_DIVISOR = 128  # stock's --make-vocab-size-divisible-by
 
 
 @dataclass(frozen=True)
@@ -53,23 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     model = parser.add_argument_group("the model, in Megatron's own flags")
-    for flag, what in (
-        ("--num-layers", "transformer layers"),
-        ("--hidden-size", "h"),
-        ("--ffn-hidden-size", "f (default: stock's)"),
-        ("--num-attention-heads", "only needed with --num-query-groups or --kv-channels"),
-        ("--num-query-groups", "groups of keys and values"),
-        ("--kv-channels", "head size"),
-        ("--seq-length", "s"),
-        ("--padded-vocab-size", "V; or"),
-        ("--vocab-size", "rows before padding, which follows the next two"),
-        ("--make-vocab-size-divisible-by", f"(default {DEFAULT_DIVISOR})"),
-        ("--tensor-model-parallel-size", "(default 1)"),
-    ):
-        model.add_argument(flag, metavar="N", help=what)
-    model.add_argument("-p", "--pipeline-model-parallel-size", metavar="N", help="pipeline stages")
-    model.add_argument("--swiglu", action="store_true", help="gated MLP")
-    model.add_argument("--ext-config", metavar="FILE", help="take these from a configuration file of a run")
+    add_model_flags(model)
     for flag in _UNSUPPORTED:
         parser.add_argument(flag, help=argparse.SUPPRESS)
     measured = parser.add_argument_group("measured times of one microbatch, forward and backward, for FLOPs")
@@ -83,20 +76,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str]) -> Request:
     """The request. Raises UserError with all problems; SystemExit for --help and a flag without its value."""
-    parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
-    found = [
-        f"{word}: there is no such argument. `megatron-ext plan layers --help` lists those that there are."
-        for word in unknown
-    ]
-    if args.ext_config is not None and not unknown:
-        args = parser.parse_args(configfile.merge(_from_file(args.ext_config, parser), argv))
+    args, found = parse_known(_parser(), argv)
     found += [
         f"{flag} {value}: {why}, which this plan does not know. Leave it out to plan a model without."
         for flag, why in _UNSUPPORTED.items()
         if (value := getattr(args, flag[2:].replace("-", "_"))) not in (None, "0")
     ]
-    read = _Numbers(args, found)
+    read = Numbers(args, found)
     layers = read.count("--num-layers", "the model's transformer layers")
     stages = read.count("--pipeline-model-parallel-size", "the number of pipeline stages", flag="-p")
     costs = _measured(read, layers, stages) if _has_times(args) else _modelled(read)
@@ -113,115 +99,24 @@ def parse(argv: list[str]) -> Request:
     return Request(layers, stages, costs, args.json)
 
 
-def _from_file(path: str, parser: argparse.ArgumentParser) -> list[str]:
-    """The words of a configuration file as far as this tool knows their options."""
-    entries = configfile.load(path).entries.values()
-    known = parser._option_string_actions
-    return [word for entry in entries if entry.flag in known for word in entry.argv()]
-
-
-class _Numbers:
-    """Reads numbers from the arguments; what is wrong goes to a list."""
-
-    def __init__(self, args: argparse.Namespace, problems: list[str]):
-        self.args, self.problems = args, problems
-
-    def given(self, name: str) -> str | None:
-        """The argument's text."""
-        return getattr(self.args, name[2:].replace("-", "_"))
-
-    def count(self, name: str, what: str, default: int | None = None, flag: str | None = None) -> int | None:
-        """A whole number above zero."""
-        text = self.given(name)
-        if text is None:
-            if default is None:
-                self.problems.append(
-                    f"{flag or name} is missing: it is {what}. Give it, or --ext-config FILE."
-                )
-            return default
-        if text.isascii() and text.isdigit() and int(text) > 0:
-            return int(text)
-        self.problems.append(
-            f"{name} {text}: {what} must be a whole number of 1 or more. Give such a number."
-        )
-        return None
-
-    def time(self, name: str) -> float | None:
-        """Milliseconds."""
-        text = self.given(name)
-        if text is None:
-            return None
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if 0 <= value < float("inf"):
-            return value
-        self.problems.append(
-            f"{name} {text}: a time is a number of milliseconds, 0 or more. Give such a number."
-        )
-        return None
-
-
-def _modelled(read: _Numbers) -> LayerCosts | None:
+def _modelled(read: Numbers) -> LayerCosts | None:
     """Costs in transformer layers, from the FLOPs."""
     gated = read.args.swiglu
     h = read.count("--hidden-size", "the width of the model")
     s = read.count("--seq-length", "the length of a sequence")
-    default = 4 * (h or 1) if not gated else int(4 * (h or 1) * 2 / 3) // 64 * 64
-    f = read.count("--ffn-hidden-size", "the width of the MLP", default=max(default, 1))
-    q, k = _attention_widths(read, h)
-    v = _padded_vocabulary(read)
+    f = read.count("--ffn-hidden-size", "the width of the MLP", default=default_ffn(h or 1, gated=gated))
+    q, k = attention_widths(read, h)
+    v = padded_vocabulary(read, _VOCABULARY)
     if None in (h, s, f, q, k, v):
         return None
     return modelled_costs(h, s, f, q, k, v, gated=gated)
-
-
-def _attention_widths(read: _Numbers, h: int | None) -> tuple[int | None, int | None]:
-    """Widths of queries and of keys."""
-    if h is None:
-        return None, None
-    if all(read.given(name) is None for name in ("--num-query-groups", "--kv-channels")):
-        return h, h
-    heads = read.count("--num-attention-heads", "the number of attention heads")
-    if heads is None:
-        return None, None
-    size = read.count("--kv-channels", "the size of a head", default=max(1, h // heads))
-    groups = read.count("--num-query-groups", "the number of groups of keys and values", default=heads)
-    if size is None or groups is None:
-        return None, None
-    if heads % groups:
-        read.problems.append(
-            f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: each group of keys "
-            "serves as many heads as the others. Choose a divisor."
-        )
-        return None, None
-    return heads * size, groups * size
-
-
-def _padded_vocabulary(read: _Numbers) -> int | None:
-    padded, rows = read.given("--padded-vocab-size"), read.given("--vocab-size")
-    if padded is not None:
-        return read.count("--padded-vocab-size", "the padded vocabulary")
-    if rows is None:
-        read.problems.append(
-            "the size of the vocabulary is missing: the output layer's cost follows from it. Give "
-            "--padded-vocab-size or --vocab-size, or measured times."
-        )
-        return None
-    size = read.count("--vocab-size", "the vocabulary")
-    divisor = read.count("--make-vocab-size-divisible-by", "the divisor", default=DEFAULT_DIVISOR)
-    tensor = read.count("--tensor-model-parallel-size", "the tensor-parallel size", default=1)
-    if size is None or divisor is None or tensor is None:
-        return None
-    return -(-size // (divisor * tensor)) * divisor * tensor
 
 
 def _has_times(args: argparse.Namespace) -> bool:
     return any(value is not None for value in (args.costs, args.layer_ms, args.output_ms, args.embedding_ms))
 
 
-def _measured(read: _Numbers, layers: int | None, stages: int | None) -> LayerCosts | None:
+def _measured(read: Numbers, layers: int | None, stages: int | None) -> LayerCosts | None:
     times = [read.time(name) for name in ("--layer-ms", "--output-ms", "--embedding-ms")]
     if read.args.costs is not None:
         if any(time is not None for time in times):
@@ -243,7 +138,7 @@ def _measured(read: _Numbers, layers: int | None, stages: int | None) -> LayerCo
     return LayerCosts(layer, embedding or 0.0, output, "ms", "as measured")
 
 
-def _from_costs(read: _Numbers, layers: int | None, stages: int | None) -> LayerCosts | None:
+def _from_costs(read: Numbers, layers: int | None, stages: int | None) -> LayerCosts | None:
     path = Path(read.args.costs)
     try:
         costs = Costs.read(path)

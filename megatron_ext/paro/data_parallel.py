@@ -1,0 +1,358 @@
+"""PaRO's data-parallel wrapper: what Megatron sees of the engine in place of its DistributedDataParallel.
+
+It lays the parameters out in units, and calls the two flows at the right moments of forward and backward
+passes: `ParamFlow` gathers and releases parameters, `GradFlow` reduces gradients.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_ext.paro.blocks import Grid
+from megatron_ext.paro.collectives import Collectives
+from megatron_ext.paro.grad_flow import GradFlow
+from megatron_ext.paro.layout import split_units
+from megatron_ext.paro.param_flow import ParamFlow
+from megatron_ext.paro.strategy import Level, Strategy
+from megatron_ext.paro.unit import Unit, by_param
+from megatron_ext.schedules.lane import Lane
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the wrapper needs besides the model; made once per run."""
+
+    strategy: Strategy
+    grid: Grid
+    params: Collectives
+    """Over communicators for parameters."""
+    grads: Collectives
+    """Over other communicators of the same ranks for gradients, since both directions overlap."""
+    exact: Collectives
+    """Like `params`, never quantised, and counted as another feature: for checkpoints and checks."""
+    make_lane: Callable[[str, bool], Lane]
+    """From a name and whether to overlap."""
+    reshard: bool = True
+    """Whether split parameters are released between forward and backward."""
+    int8: bool = False
+    """Whether updates cross between groups as 8-bit differences."""
+    late: frozenset[str] = frozenset()
+    """Names of parameters whose gradients come outside of autograd (vocabulary passes)."""
+
+
+class ParoDataParallel(DistributedDataParallel):
+    """A model chunk whose parameters, gradients and optimizer states are split by a strategy.
+
+    Args: those of Megatron's class, and `setup`.
+
+    Raises:
+        ValueError: the model has expert-parallel parameters.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        ddp_config: Any,
+        module: torch.nn.Module,
+        disable_bucketing: bool = False,
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        setup: Setup,
+    ):
+        # Megatron's own constructor would make the buffers that ours stand in for.
+        _BaseDataParallel.__init__(self, config=config, module=module)
+        self.ddp_config = ddp_config
+        self.setup = setup
+        groups = ProcessGroupCollection.setup_process_groups_for_ddp(pg_collection, config, ddp_config)
+        for name in ("dp_group", "dp_cp_group", "expt_dp_group", "tp_group", "pp_group", "ep_group"):
+            setattr(self, name, groups[name])
+        self.buffers, self.expert_parallel_buffers = [], []
+        self.bucket_groups, self.expert_parallel_bucket_groups = [], []
+        self.force_all_reduce = False
+        self.overlap_param_gather_with_optimizer_step = False
+        self._make_units()
+        self._make_flows()
+        self._hook()
+
+    # --- set-up ---------------------------------------------------------------------------------------------
+
+    def _make_units(self) -> None:
+        experts = [n for n, p in self.module.named_parameters() if not getattr(p, "allreduce", True)]
+        if experts:
+            raise ValueError(f"--paro-strategy does not split expert parameters, such as {experts[0]}")
+        setup = self.setup
+        factor = 1.0 if self.config.calculate_per_token_loss else 1.0 / setup.grid.n
+        units: list[Unit] = []
+        for source in split_units(self.module, TransformerLayer, setup.late):
+            grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else source.dtype
+            units.append(Unit(source, setup.grid, setup.strategy, grad_dtype, factor))
+        if setup.int8 and setup.strategy.optimizer is Level.G and setup.strategy.params is not Level.G:
+            for unit in units:
+                if unit.trainable:
+                    unit.stage()
+        self.units = units
+        self.place = by_param(units)
+        self.params_with_grad = [p for unit in units if unit.trainable for p in unit.params]
+
+    def _make_flows(self) -> None:
+        setup, config = self.setup, self.ddp_config
+        ahead, beside = config.overlap_param_gather, config.overlap_grad_reduce
+        lane = setup.make_lane("paro-params", ahead)
+        self.params = ParamFlow(self.units, setup.params, lane, prefetch=ahead)
+        trainable = [unit for unit in self._backward_order() if unit.trainable]
+        self.grads = GradFlow(
+            [unit for unit in trainable if not unit.late],
+            [unit for unit in trainable if unit.late],
+            setup.grads,
+            setup.make_lane("paro-grads", beside),
+            early=beside,
+            check=_check_values if config.check_for_nan_in_grad else None,
+        )
+        self.param_to_bucket_group = {param: _Announced() for param in self.params_with_grad}
+
+    def _backward_order(self) -> list[Unit]:
+        """Layers from the last to the first, then the root, whose first and last part of the model it has."""
+        return [u for u in reversed(self.units) if u.module] + [u for u in self.units if not u.module]
+
+    def _hook(self) -> None:
+        self.root = [unit for unit in self.units if unit.module is None]
+        self._of_module: dict[Any, list[Unit]] = {}
+        for unit in self.units:
+            if unit.module is not None:
+                self._of_module.setdefault(unit.module, []).append(unit)
+        self._ending: set[int] = set()
+        self._after: list[list[Unit]] = list(self._of_module.values())
+        for position, (module, units) in enumerate(self._of_module.items()):
+            module.register_forward_pre_hook(self._before_forward(position, units), with_kwargs=True)
+            module.register_forward_hook(self._after_forward(position, units))
+        self._accumulators = []
+        for unit in self.units:
+            for param in unit.params if unit.trainable else ():
+                param.grad_added_to_main_grad = False
+                node = torch.autograd.graph.get_gradient_edge(param).node
+                node.register_hook(self._on_gradient(unit, param))
+                self._accumulators.append(node)  # a hook lives as long as its node
+
+    # --- forward and backward -------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        self.params.need(self.root)
+        self._prefetch(0)
+        output = super().forward(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self._on_backward(output, self._begin_backward)
+        if self.setup.reshard:
+            self.params.release(self.root)
+        return output
+
+    def _begin_backward(self) -> None:
+        self.params.need(self.root)
+        self._prefetch(len(self._after) - 1)
+        self._at_end(lambda: self._end_of_backward())
+
+    def _end_of_backward(self) -> None:
+        self.grads.end_of_backward()
+        self.params.release(self.units)
+
+    def _before_forward(self, position: int, units: list[Unit]) -> Callable:
+        def hook(module: Any, args: tuple, kwargs: dict) -> None:
+            self.params.need(units)
+            if not self._of_module[module][0].split:
+                return
+            again = _in_backward()
+            self._prefetch(position - 1 if again else position + 1)
+            if torch.is_grad_enabled():
+                for tensor in _tensors((args, kwargs)):
+                    if tensor.requires_grad:
+                        tensor.register_hook(lambda grad: self.params.release(units))
+
+        return hook
+
+    def _after_forward(self, position: int, units: list[Unit]) -> Callable:
+        def hook(module: Any, args: tuple, output: Any) -> None:
+            if torch.is_grad_enabled():
+                self._on_backward(output, lambda: self._before_backward(position, units))
+            # Within a backward pass this was a recomputation, and its backward follows at once.
+            if self.setup.reshard and not _in_backward():
+                self.params.release(units)
+
+        return hook
+
+    def _before_backward(self, position: int, units: list[Unit]) -> None:
+        self.params.need(units)
+        if units[0].split:
+            self._prefetch(position - 1)
+            self._at_end(lambda: self.params.release(units))
+        for unit in units:
+            if unit.transient:
+                self.grads.begin(unit)
+
+    def _on_gradient(self, unit: Unit, param: Parameter) -> Callable:
+        def hook(*unused: Any) -> None:
+            if not unit.late:
+                self.grads.begin(unit)
+            if param.grad is not None and not param.grad_added_to_main_grad:
+                param.main_grad.add_(param.grad)
+            param.grad = None
+            if not unit.late:
+                self.grads.ready(unit, param)
+
+        return hook
+
+    def _prefetch(self, position: int) -> None:
+        if 0 <= position < len(self._after):
+            self.params.prefetch(self._after[position])
+
+    @staticmethod
+    def _on_backward(output: Any, action: Callable[[], None]) -> None:
+        """Call `action` when the backward pass reaches `output`, and again for no later tensor of it."""
+        done: list[int] = []
+
+        def hook(grad: Tensor) -> None:
+            task = torch._C._current_graph_task_id()
+            if task not in done:
+                done.append(task)
+                action()
+
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+
+    @staticmethod
+    def _at_end(action: Callable[[], None]) -> None:
+        """Call `action` when the backward pass that is running has ended."""
+        torch.autograd.Variable._execution_engine.queue_callback(action)
+
+    # --- Megatron's interface -------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside are not the last of the step."""
+        self.grads.last = False
+        try:
+            yield
+        finally:
+            self.grads.last = True
+
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start the reductions of the step that have not started."""
+        if self.ddp_config.overlap_grad_reduce:
+            self.grads.start()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Complete all gradients; `main_grad` then is the part that this rank updates."""
+        if force_all_reduce:
+            raise ValueError("--save-wgrads-interval needs whole gradients on every rank: remove it")
+        self.grads.finish()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiply the reduced gradients."""
+        for unit in self.units:
+            if unit.trainable:
+                unit.reduced().mul_(scaling_factor)
+
+    def zero_grad_buffer(self) -> None:
+        """Start a step."""
+        for param in self.params_with_grad:
+            param.grad_added_to_main_grad = False
+        self.grads.reset()
+
+    def update(self) -> None:
+        """After the optimizer step: bring parameters up to date on all ranks."""
+        self.params.update(self.units)
+        if not self.ddp_config.overlap_param_gather:
+            self.params.settle()
+        elif any(unit.late for unit in self.units):
+            # Vocabulary passes use these outside of any module's forward pass.
+            for unit in self.root:
+                self.params.wait(unit)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Updates start with the optimizer step; wait for them if asked to."""
+        if force_sync:
+            self.params.settle()
+
+    def enable_forward_pre_hook(self) -> None:
+        """Ours stay, since they only wait for what has been started."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """See `enable_forward_pre_hook`; parameters are up to date afterwards."""
+        self.params.settle()
+
+    def reset_param_sync_dispatch_state(self) -> None:
+        """Nothing is remembered between steps."""
+
+    def free_overlap_buffers(self) -> None:
+        """Released with the backward pass already."""
+
+    def full_gradients(self) -> dict[Parameter, Tensor]:
+        """The reduced gradient of every trainable parameter, whole, on every rank; collective."""
+        found = {}
+        for unit in self.units:
+            if unit.trainable:
+                flat = unit.spread_gradient()
+                self.setup.exact.gather(flat, unit.strategy.optimizer, Level.N)
+                for index, param in enumerate(unit.params):
+                    found[param] = unit.view(flat, index)
+        return found
+
+    def broadcast_params(self) -> None:
+        """Give all data-parallel ranks the first one's parameters (--data-parallel-random-init)."""
+        with self.whole(written=True):
+            super().broadcast_params()
+
+    @contextmanager
+    def whole(self, *, written: bool = False) -> Iterator[None]:
+        """Inside, all parameters are whole; `written` says that their values are replaced there."""
+        self.params.gather_all(self.setup.exact)
+        yield
+        if written:
+            for unit in self.units:
+                unit.keep_own()
+        self.params.release(self.units)
+
+
+class _Announced:
+    """Stands for a bucket group: late gradients are reduced at the end of the step, announced or not."""
+
+    def register_grad_ready(self, param: Parameter, force_all_reduce: bool | None = False) -> None:
+        """A gradient is complete."""
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _check_values(unit: Unit) -> None:
+    """Stock's check of gradients before they are reduced (--check-for-nan-in-loss-and-grad)."""
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    norm = unit.grad_full.norm(p=2)
+    for reject, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        get_rerun_state_machine().validate_result(
+            result=norm,
+            rejection_func=reject,
+            message=f"found {what} in local grad norm of {unit.name} in backward pass before its reduction",
+            tolerance=0.001,
+            fatal=True,
+        )

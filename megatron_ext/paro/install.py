@@ -1,0 +1,172 @@
+"""What the launcher needs from PaRO: patches that put its wrapper and optimizer in place of Megatron's."""
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.hooks import bound
+from megatron_ext.patching import Patch
+
+if TYPE_CHECKING:
+    from megatron_ext.features import Context
+
+
+def paro_patches(context: "Context") -> list[Patch]:
+    """The data-parallel wrapper, the optimizer, and whole parameters for checkpoints."""
+    setup = functools.cache(lambda: make_setup(context.flags, context.groups))
+    return [
+        Patch(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            functools.partial(_our_wrapper, setup),
+            "wrap",
+            "models are wrapped in PaRO's data-parallel engine",
+            "paro",
+            needs=("config", "ddp_config", "module", "disable_bucketing", "pg_collection"),
+        ),
+        Patch(
+            "megatron.core.optimizer:_get_megatron_optimizer_based_on_param_groups",
+            functools.partial(_our_optimizer, context),
+            "wrap",
+            "an optimizer over the parts of parameters that a rank updates",
+            "paro",
+            needs=("config", "model_chunks", "param_groups", "skip_megatron_wrapping"),
+        ),
+        Patch(
+            "megatron.training.checkpointing:save_checkpoint",
+            functools.partial(_with_whole_parameters, written=False),
+            "wrap",
+            "split parameters are whole while a checkpoint is written",
+            "paro",
+            needs=("model",),
+        ),
+        Patch(
+            "megatron.training.checkpointing:load_checkpoint",
+            functools.partial(_with_whole_parameters, written=True),
+            "wrap",
+            "split parameters are whole while a checkpoint is read",
+            "paro",
+            needs=("ddp_model",),
+        ),
+    ]
+
+
+def paro_adjust(args: Namespace, flags: Namespace) -> None:
+    """PaRO stands in for the distributed optimizer: nothing else may look for its buffers or checkpoints."""
+    args.use_distributed_optimizer = False
+
+
+def make_setup(flags: Namespace, registry: Any) -> Any:
+    """The engine's parts that all model chunks share."""
+    from megatron_ext.paro.blocks import Grid
+    from megatron_ext.paro.collectives import HybridGroups, make_collectives
+    from megatron_ext.paro.data_parallel import Setup
+    from megatron_ext.paro.strategy import Strategy
+    from megatron_ext.record import on_gpu
+    from megatron_ext.schedules.lane import make_lane
+
+    gpu = on_gpu()
+
+    @functools.cache
+    def lane(name: str, overlap: bool) -> Any:
+        return make_lane(name, overlap=overlap, on_gpu=gpu)
+
+    def collectives(direction: str, inter_dtype: str = flags.paro_inter_dtype, feature: str = "paro") -> Any:
+        names = ("members", "groups", "flat")
+        groups = HybridGroups(*(registry[f"paro-{name}{direction}"] for name in names))
+        return make_collectives(flags.paro_comm, groups, inter_dtype=inter_dtype, feature=feature)
+
+    flat, members = registry["paro-flat"], registry["paro-members"]
+    return Setup(
+        strategy=Strategy.parse(flags.paro_strategy),
+        grid=Grid.of(flat.rank(), flat.size() // members.size(), members.size()),
+        params=collectives(""),
+        grads=collectives("-grads"),
+        exact=collectives("", "native", "paro:whole"),
+        make_lane=lane,
+        reshard=flags.paro_reshard_after_forward == "on",
+        int8=flags.paro_inter_dtype == "int8",
+        late=LATE if getattr(flags, "vocab_parallel", "off") != "off" else frozenset(),
+    )
+
+
+LATE = frozenset(("embedding.word_embeddings.weight", "output_layer.weight"))
+"""Parameters to whose gradients vocabulary passes add outside of autograd."""
+
+
+def _our_wrapper(setup: Callable[[], Any], original: Callable) -> Callable:
+    """Megatron names its class in several places, so the object that it has just made becomes one of ours."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron_ext.paro.data_parallel import ParoDataParallel
+
+        call = bound(original, (self, *args), kwargs)
+        names = ("config", "ddp_config", "module", "disable_bucketing", "pg_collection")
+        self.__class__ = ParoDataParallel
+        self.__init__(*(call[name] for name in names), setup=setup())
+
+    return __init__
+
+
+def _our_optimizer(context: "Context", original: Callable) -> Callable:
+    @functools.wraps(original)
+    def _get_megatron_optimizer_based_on_param_groups(*args: Any, **kwargs: Any) -> Any:
+        from megatron_ext.paro.optimizer import ParoOptimizer, make_shards
+
+        call = dict(bound(original, args, kwargs))
+        chunks, groups, config = call["model_chunks"], call["param_groups"], call["config"]
+        shards = make_shards(groups, chunks)
+        ours = [
+            {**group, "params": [shard.main for shard in members]}
+            for group, members in zip(groups, shards, strict=True)
+        ]
+        inner, init_state = original(**{**call, "param_groups": ours, "skip_megatron_wrapping": True})
+        optimizer = ParoOptimizer(
+            inner,
+            config,
+            _grad_scaler(config),
+            init_state,
+            shards=shards,
+            members=[list(group["params"]) for group in groups],
+            chunks=chunks,
+            stats=context.groups["paro-stats"],
+        )
+        optimizer.tp_group = chunks[0].tp_group
+        optimizer.expert_tp_group = chunks[0].tp_group
+        return optimizer
+
+    return _get_megatron_optimizer_based_on_param_groups
+
+
+def _grad_scaler(config: Any) -> Any:
+    """The loss scaler that Megatron would take: constant, dynamic for fp16, or none."""
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def _with_whole_parameters(original: Callable, *, written: bool) -> Callable:
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        call = bound(original, args, kwargs)
+        chunks = call["ddp_model" if written else "model"]
+        with ExitStack() as stack:
+            for chunk in chunks:
+                if hasattr(chunk, "whole"):
+                    stack.enter_context(chunk.whole(written=written))
+            return original(*args, **kwargs)
+
+    return wrapper

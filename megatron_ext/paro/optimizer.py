@@ -1,0 +1,243 @@
+"""PaRO's optimizer: Megatron's mixed-precision optimizer over the parts of parameters that this rank updates."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer, copy_optimizer_param_metadata
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_ext.paro import checkpoint
+from megatron_ext.paro.data_parallel import ParoDataParallel
+from megatron_ext.paro.unit import Unit
+
+
+class Shard:
+    """This rank's part of one parameter: what the optimizer steps on.
+
+    Attributes:
+        main: `[elements]` in fp32, with the parameter's attributes; a view of the parameter itself if that has
+            fp32 and its new values need not be kept apart.
+    """
+
+    def __init__(self, param: Parameter, unit: Unit, index: int):
+        self.param, self.unit, self.index = param, unit, index
+        self.range = unit.shard(index)
+        part = unit.param_shard(index)
+        self.copied = unit.staged is not None or part.dtype is not torch.float32
+        self.main = Parameter(part.float().clone() if self.copied else part)
+        tensor_parallel.copy_tensor_model_parallel_attributes(self.main, param)
+        copy_optimizer_param_metadata(self.main, param)
+
+    def take_gradient(self) -> None:
+        """Give the main part its reduced gradient."""
+        self.main.grad = self.unit.grad_shard(self.index).float()
+
+    def store(self) -> None:
+        """Write the main part to the parameter."""
+        if self.copied:
+            self.unit.new_values(self.index).copy_(self.main)
+
+    def load(self) -> None:
+        """Read the main part from the parameter."""
+        if self.copied:
+            self.main.data.copy_(self.unit.param_shard(self.index))
+
+
+def make_shards(param_groups: list[dict], chunks: Sequence[ParoDataParallel]) -> list[list[Shard]]:
+    """Shards of the groups' parameters, group by group; parameters of which this rank has nothing are left out."""
+    place = {param: found for chunk in chunks for param, found in chunk.place.items()}
+    shards = []
+    for group in param_groups:
+        members = [(param, *place[param]) for param in group["params"]]
+        own = [item for item in members if item[1].shard(item[2])[0] < item[1].shard(item[2])[1]]
+        shards.append([Shard(*item) for item in own])
+    return shards
+
+
+class ParoOptimizer(MixedPrecisionOptimizer):
+    """Steps on this rank's shards, then has the parameters brought up to date on all ranks.
+
+    Args:
+        optimizer: torch's, over the main parts of `shards`; None if this rank has none.
+        config, grad_scaler, init_state_fn: as Megatron's.
+        shards: by parameter group.
+        members: all parameters of each group, of which `shards` are this rank's parts.
+        chunks: the wrapped model.
+        stats: group over which norms are summed: every part of the model once.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Any,
+        *,
+        shards: list[list[Shard]],
+        members: list[list[Parameter]],
+        chunks: Sequence[ParoDataParallel],
+        stats: Any,
+    ):
+        super().__init__(optimizer, config, grad_scaler, init_state_fn)
+        self.is_stub_optimizer = optimizer is None
+        self.groups = shards
+        self.members = members
+        self.numbers = {param: i for i, param in enumerate(param for group in members for param in group)}
+        self.model_chunks = list(chunks)
+        self.grad_stats_parallel_group = stats
+
+    @property
+    def shards(self) -> list[Shard]:
+        """All shards, group by group."""
+        return [shard for group in self.groups for shard in group]
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any parameter has a master weight of its own."""
+        return any(
+            unit.trainable and (unit.rest.dtype is not torch.float32 or unit.staged is not None)
+            for chunk in self.model_chunks
+            for unit in chunk.units
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients are in the units' buffers; parts of them that were taken are let go."""
+        for shard in self.shards:
+            shard.main.grad = None
+            shard.param.grad = None
+
+    def _collect_main_grad_data_for_unscaling(self) -> list[Tensor]:
+        # torch's check wants at least one tensor.
+        return [shard.main.grad for shard in self.shards] or [torch.zeros_like(self.found_inf)]
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for shard in self.shards:
+            shard.take_gradient()
+
+    def _copy_main_params_to_model_params(self) -> None:
+        for shard in self.shards:
+            shard.store()
+
+    def _copy_model_params_to_main_params(self, state_dict: dict | None = None) -> None:
+        if state_dict is not None:
+            raise ValueError("--load-main-params-from-ckpt is not offered with --paro-strategy: remove it")
+        for chunk in self.model_chunks:
+            for unit in chunk.units:
+                if unit.split and unit.gathered:  # something was loaded into whole parameters
+                    unit.keep_own()
+        for shard in self.shards:
+            shard.load()
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step on the shards, and update the parameters."""
+        success = super().step_with_ready_grads()
+        for chunk in self.model_chunks:
+            chunk.update()
+        return success
+
+    def record_fields(self) -> dict[str, Any]:
+        """For the run record: how the model is split, and what this rank keeps between steps, in bytes."""
+        units = [unit for chunk in self.model_chunks for unit in chunk.units]
+        states = [
+            value
+            for state in self.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+        masters = [shard.main for shard in self.shards if shard.copied]
+        kept = {
+            "params": [tensor for unit in units for tensor in (unit.full, unit.rest)],
+            "grads": [t for unit in units if unit.trainable for t in (unit.grads, unit.grad_full)],
+            "optimizer": [*states, *masters, *(unit.staged for unit in units if unit.staged is not None)],
+        }
+        setup = self.model_chunks[0].setup
+        return {
+            "paro": {
+                "strategy": str(setup.strategy),
+                "groups": setup.grid.k,
+                "members": setup.grid.m,
+                "bytes": {name: _bytes(tensors) for name, tensors in kept.items()},
+                "units": [
+                    {
+                        "name": unit.name,
+                        "numel": sum(unit.layout.numels),
+                        "padded": unit.padded,
+                        "param_bytes": unit.rest.element_size(),
+                        "grad_bytes": unit.grads.element_size() if unit.trainable else 0,
+                        "late": unit.late,
+                    }
+                    for unit in units
+                ],
+            }
+        }
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all ranks share: parameter groups, step and loss scale, in the form of Megatron's optimizers."""
+        groups, first = [], 0
+        for group, members in zip(self.optimizer.param_groups, self.members, strict=True):
+            numbers = list(range(first, first + len(members)))
+            groups.append({**group, "params": numbers})
+            first += len(members)
+        inner: dict[str, Any] = {"state": {}, "param_groups": groups}
+        steps = [state["step"] for state in self.optimizer.state.values() if "step" in state]
+        if steps:
+            inner["state"]["common_step"] = steps[0]
+        if not self._mixed:
+            return inner
+        scaler = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
+        return {"optimizer": inner, **scaler}
+
+    @property
+    def _mixed(self) -> bool:
+        return self.config.fp16 or self.config.bf16
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict, is_loading: bool = False, metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """This rank's share of the states, see checkpoint.py, beside `state_dict`."""
+        if is_loading:
+            kept = checkpoint.load_request(self, model_sharded_state_dict, metadata)
+        else:
+            kept = checkpoint.save(self, model_sharded_state_dict)
+        return {**self.state_dict(), "paro": kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `sharded_state_dict` asked for; parameter groups are matched as Megatron does."""
+        inner = state_dict["optimizer"] if "optimizer" in state_dict else state_dict
+        saved = self._filter_and_reorder_param_groups(self.optimizer.param_groups, inner["param_groups"])
+        for group, loaded in zip(self.optimizer.param_groups, saved, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+        checkpoint.take(self, state_dict["paro"])
+        self._restore_step(inner)
+        if self.grad_scaler and "grad_scaler" in state_dict:
+            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+    def _restore_step(self, inner: dict[str, Any]) -> None:
+        # The distributed optimizer keeps the step in its groups, and Adam of Apex and Transformer Engine does.
+        step = inner.get("state", {}).get("common_step", inner["param_groups"][0].get("step", 0))
+        if self.config.optimizer != "adam":
+            return
+        for group in self.optimizer.param_groups:
+            if "step" in group and not _keeps_step_in_groups(self.optimizer):
+                del group["step"]
+        if not _keeps_step_in_groups(self.optimizer):
+            for shard in self.shards:
+                value = torch.as_tensor(float(step), dtype=torch.float32)
+                self.optimizer.state[shard.main]["step"] = value.clone()
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Bytes of all storages, each once; released ones have none."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.size() for storage in storages.values())
+
+
+def _keeps_step_in_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """torch's own optimizers count steps for each parameter, fused ones of other libraries for each group."""
+    return not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
