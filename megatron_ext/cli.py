@@ -11,7 +11,8 @@ TOOLS = {
     "grads": "compare two gradient dumps, parameter by parameter",
     "memory": "memory of runs with --ext-memory, by rank and category",
     "trace": "draw a pipeline schedule, or a traced run beside its plan",
-    "plan": "layers: the best split of layers over stages that stock can do",
+    "plan": "what to set before a run: a split of layers over stages, a sharding strategy",
+    "probe": "measure links inside and between groups of ranks, under torchrun",
 }
 
 

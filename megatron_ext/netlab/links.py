@@ -1,14 +1,18 @@
-"""What the links of a lab are like: rates, sizes and times as users write them, and the names of its parts."""
+"""What the links of a lab are like: rates, sizes and times as users write them, and names of its parts."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MAX_NODES = 250
 MTU = 9000  # bytes; jumbo frames, so that headers take 0.8 % of the rate and not 4 %
-LOOPBACK_MTU = 65536  # bytes, what Linux gives lo
-# A frame larger than the bucket never gets through, and the kernel sends up to 64 KiB as one.
-MIN_BURST = 72 * 1024  # bytes
-PREFIX = "nlab"
+# The kernel hands up to 64 KiB at once to an interface. Smaller portions make shorter queues: at 100 Mbit/s a
+# portion of 64 KiB holds up whatever comes behind it for 5 ms.
+PORTION = 16 * 1024  # bytes
+LOOPBACK_PORTION = 64 * 1024  # bytes, one packet at the MTU of lo
+HEADERS = 4 * 1024  # bytes, more than those of all packets in one portion
+NIC = "eth0"  # in every node
+PREFIX = "netlab"
 
 _RATES = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _SIZES = {"b": 1, "kb": 2**10, "mb": 2**20}
@@ -17,7 +21,7 @@ _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True)
 class Links:
-    """Links of a lab. Rates in bit/s and full duplex, burst in bytes, latency (one way) in seconds."""
+    """Links of a lab: rates in bit/s, burst in bytes, latency (one way, between nodes) in seconds."""
 
     rate: int
     intra_rate: int | None = None
@@ -26,45 +30,48 @@ class Links:
 
     def bucket(self) -> int:
         """Bytes that a node may send at once after a pause."""
-        return default_burst(self.rate) if self.burst is None else self.burst
+        return _bucket(self.rate, PORTION) if self.burst is None else self.burst
 
     def intra_bucket(self) -> int:
         """The same for a node's loopback."""
         assert self.intra_rate is not None
-        return default_burst(self.intra_rate)
+        return _bucket(self.intra_rate, LOOPBACK_PORTION)
 
 
-def default_burst(rate: int) -> int:
-    """One millisecond at `rate` bit/s, and at least one frame: bytes."""
-    return max(rate // 8000, MIN_BURST)
+def _bucket(rate: int, portion: int) -> int:
+    """Two milliseconds at `rate`, so that a late timer costs nothing, and at least one portion: bytes."""
+    return max(rate // 8 * 2 // 1000, portion + HEADERS)
 
 
 def parse_rate(text: str) -> int:
     """`400mbit` -> 400000000 bit/s.
 
     Raises:
-        ValueError: for anything that is not a positive number with bit, kbit, mbit or gbit.
+        ValueError: for anything that is not a number with bit, kbit, mbit or gbit, or is below 1mbit.
     """
-    hint = "Write bits per second, as 400mbit or 2gbit (units: bit, kbit, mbit, gbit)."
-    if re.fullmatch(r"[\d.]+[kmg]?bps", text.lower()):
-        raise ValueError(f"{text!r} is not a rate here: tc reads bps as bytes per second. {hint}")
+    hint = "Write bits per second with their unit, as 400mbit or 2gbit (bit, kbit, mbit, gbit)."
+    if re.fullmatch(r"[\d.]+[kmgt]?bps", text.lower()):
+        raise ValueError(f"{text!r} is ambiguous: tc reads bps as bytes per second. {hint}")
     rate = round(_number(text, _RATES, f"{text!r} is not a rate. {hint}"))
     if rate < 10**6:
-        raise ValueError(f"{text} is less than 1mbit: connections of ranks would time out. {hint}")
+        raise ValueError(f"{text} is so slow that ranks could not even connect. Set 1mbit or more.")
     return rate
 
 
 def parse_size(text: str) -> int:
-    """`256kb` -> 262144 bytes, at least `MIN_BURST`.
+    """`256kb` -> 262144 bytes.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for anything that is not a number with b, kb or mb, or is too small for one portion.
     """
-    size = round(_number(text, _SIZES, f"{text!r} is not a size. Write bytes, as 256kb or 1mb."))
-    if size < MIN_BURST:
+    size = round(
+        _number(text, _SIZES, f"{text!r} is not a size. Write bytes with their unit, as 256kb or 1mb.")
+    )
+    least = PORTION + HEADERS
+    if size < least:
         raise ValueError(
-            f"a burst of {text} is smaller than the {MIN_BURST // 1024}kb that the kernel may send as one "
-            f"packet, which would never get through. Set {MIN_BURST // 1024}kb or more."
+            f"a burst of {text} is smaller than what the kernel sends at once, and never gets through. "
+            f"Set {least // 1024}kb or more."
         )
     return size
 
@@ -78,11 +85,19 @@ def parse_time(text: str) -> float:
     return _number(text, _TIMES, f"{text!r} is not a time. Write it with its unit, as 500us, 1ms or 2s.")
 
 
-def _number(text: str, units: dict[str, float], problem: str) -> float:
+def _number(text: str, units: Mapping[str, float], problem: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text.strip().lower())
     if match is None or match[2] not in units or float(match[1]) <= 0:
         raise ValueError(problem)
     return float(match[1]) * units[match[2]]
+
+
+def rate_text(rate: int) -> str:
+    """400000000 -> `400 Mbit/s`."""
+    for unit, factor in (("Gbit/s", 10**9), ("Mbit/s", 10**6)):
+        if rate >= factor:
+            return f"{rate / factor:g} {unit}"
+    return f"{rate} bit/s"
 
 
 def address(node: int) -> str:
@@ -91,14 +106,15 @@ def address(node: int) -> str:
     return f"10.77.0.{node + 1}"
 
 
-def interface(owner: int, node: int) -> str:
-    """Name of a node's interface: the process id of the lab's owner is in it, to find what is left over."""
-    name = f"{PREFIX}{owner}x{node}"
-    assert len(name) <= 15, name  # the kernel's limit
-    return name
+def mark(owner: int) -> str:
+    """Name of an unused interface in every node: it holds the process id of the lab that the node is of.
+
+    A node's NIC vanishes with the lab's switch; this stays as long as a process is in the node.
+    """
+    return f"{PREFIX}{owner}"
 
 
-def owner_of(interface_name: str) -> int | None:
-    """Process id of the lab that an interface belongs to; None for interfaces of others."""
-    match = re.fullmatch(rf"{PREFIX}(\d+)x\d+", interface_name)
+def owner_of(name: str) -> int | None:
+    """Process id of the lab whose mark this interface is; None for all others."""
+    match = re.fullmatch(rf"{PREFIX}(\d+)", name)
     return int(match[1]) if match else None

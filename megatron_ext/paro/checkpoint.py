@@ -1,127 +1,98 @@
 """Optimizer states in checkpoints: whole tensors under stock's names, whatever the strategy and the ranks.
 
 They are those of Megatron's own optimizers without `--use-distributed-optimizer`, so such a run loads ours, and
-the other way round; ours also loads the fully reshardable ones of the distributed optimizer.
+the other way round. The distributed optimizer's fully reshardable ones are loaded too, and they are written
+with `--dist-ckpt-optim-fully-reshardable`.
 
     optimizer.state.exp_avg.<parameter>         and exp_avg_sq, or momentum_buffer: of the parameter's shape
-    optimizer.state.fp32_param.<parameter>      master weights of 16-bit parameters (`param` if the
-                                                distributed optimizer wrote it)
-
-Every data-parallel rank writes and reads the tensors of its share of the parameters. Units are put together,
-or cut up, one after the other, so a rank holds one whole unit and its share at a time.
+    optimizer.state.fp32_param.<parameter>      master weights of 16-bit parameters; the distributed
+                                                optimizer's are `param`, of all parameters
 """
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
 from torch import Tensor
-from torch.nn import Parameter
 
+from megatron_ext import traffic
+from megatron_ext.paro.checkpoint_shares import Entry, Share, host_copy, shares, to_fill, written_here
 from megatron_ext.paro.strategy import Level
 from megatron_ext.paro.unit import Unit
 
 MASTER = "master"
 _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _SHARDING = "distrib_optim_sharding_type"
+_RESHARDABLE = "fully_reshardable"
+_OURS, _SOURCE = "paro", "paro_source"
 
 
-def state_names(optimizer: Any) -> tuple[str, ...]:
-    """What is kept of every parameter, besides master weights."""
-    if optimizer.config.optimizer == "sgd" and not optimizer.config.sgd_momentum:
-        return ()
-    return _STATES[optimizer.config.optimizer]
+def content_metadata(chunk: Any, *, reshardable: bool) -> dict[str, Any]:
+    """What a checkpoint says of itself: the strategy that wrote it, and whose layout of states it follows."""
+    setup, strategy = chunk.setup, chunk.setup.strategy
+    ours = {
+        "strategy": str(strategy),
+        "groups": setup.grid.k,
+        "members": setup.grid.m,
+        "fp32_masters": setup.int8 and strategy.optimizer is Level.G and strategy.params is not Level.G,
+    }
+    return {_OURS: ours, **({_SHARDING: _RESHARDABLE} if reshardable else {})}
 
 
-class Share:
-    """Which rank writes and reads which parameters: the largest first, to the one that has least."""
-
-    def __init__(self, unit: Unit, loads: list[int]):
-        self.unit = unit
-        self.owner: dict[Parameter, int] = {}
-        for param in sorted(unit.params, key=lambda param: -param.numel()):
-            rank = loads.index(min(loads))
-            loads[rank] += param.numel()
-            self.owner[param] = rank
-
-    @property
-    def mine(self) -> list[int]:
-        """Numbers of the parameters that this rank writes."""
-        rank = self.unit.grid.rank
-        return [i for i, param in enumerate(self.unit.params) if self.owner[param] == rank]
+# --- saving ---------------------------------------------------------------------------------------------------
 
 
-def shares(optimizer: Any) -> list[Share]:
-    """The shares of all trainable units, in one order on every rank."""
-    units = [unit for chunk in optimizer.model_chunks for unit in chunk.units if unit.trainable]
-    loads = [0] * (units[0].grid.n if units else 0)
-    return [Share(unit, loads) for unit in units]
-
-
-def save(optimizer: Any, model_state: dict) -> dict[str, Any]:
-    """Sharded tensors of this rank's share: name of the kept value -> parameter's number -> tensor."""
-    entries, found = _entries(model_state), {}
-    for name in _kept(optimizer):
-        found[name] = {}
-        for share in shares(optimizer):
-            flat = _whole(optimizer, share.unit, name)
+def save(optimizer: Any, model_state: dict, metadata: Mapping | None) -> dict[str, Any]:
+    """Sharded state dict of the optimizer: what all ranks share, and this rank's share of the states."""
+    entries, kept = _entries(model_state), {}
+    for share in shares(_units(optimizer)):
+        unit = share.unit
+        for name in _kept(optimizer, unit, written=True, metadata=metadata):
+            flat = _whole(optimizer, unit, name)
             for index in share.mine:
-                param = share.unit.params[index]
-                value = share.unit.view(flat, index).clone()
-                found[name][_number(optimizer, param)] = _entry(entries, param, name, "fp32_param", value)
-    return found
+                entry = entries[id(unit.params[index])]
+                value = host_copy(unit.view(flat, index))
+                kept[_name(optimizer, share, index, name)] = written_here(
+                    entry, value, _key(name, entry, metadata)
+                )
+    return {**_common(optimizer, metadata), _OURS: kept}
 
 
-def load_request(optimizer: Any, model_state: dict, metadata: dict | None) -> dict[str, Any]:
-    """As `save`, with tensors to be filled.
-
-    Raises:
-        ValueError: the checkpoint's optimizer states are laid out by the distributed optimizer's buffers.
-    """
-    written_by = (metadata or {}).get(_SHARDING)
-    if written_by not in (None, "fully_reshardable"):
-        raise ValueError(
-            f"this checkpoint holds optimizer states as the distributed optimizer's {written_by} buffers, which "
-            "follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable, or load it "
-            "with --no-load-optim."
-        )
-    master = "param" if written_by else "fp32_param"
-    entries, found = _entries(model_state), {}
-    for name in _kept(optimizer):
-        found[name] = {}
-        for share in shares(optimizer):
-            for index in share.mine:
-                param = share.unit.params[index]
-                value = torch.empty(param.shape, dtype=torch.float32, device=param.device)
-                found[name][_number(optimizer, param)] = _entry(entries, param, name, master, value)
-    return found
+def _common(optimizer: Any, metadata: Mapping | None) -> dict[str, Any]:
+    """Parameter groups, step and loss scale, in the form of Megatron's optimizers."""
+    step = _step(optimizer)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.optimizer.param_groups
+    ]
+    scaler = {"grad_scaler": optimizer.grad_scaler.state_dict()} if optimizer.grad_scaler else {}
+    if _SHARDING in (metadata or {}):
+        return {
+            "optimizer": {"param_groups": [{**group, "step": step} for group in groups]},
+            "param_state_sharding_type": metadata[_SHARDING],
+            **scaler,
+        }
+    inner: dict[str, Any] = {"state": {}, "param_groups": groups}
+    if step:
+        inner["state"]["common_step"] = torch.tensor(float(step))
+    return {"optimizer": inner, **scaler} if optimizer.config.fp16 or optimizer.config.bf16 else inner
 
 
-def take(optimizer: Any, loaded: dict[str, Any]) -> None:
-    """Distribute loaded tensors: every rank keeps the parts that it updates."""
-    shards = {(shard.unit, shard.index): shard for shard in optimizer.shards}
-    for name in _kept(optimizer):
-        for share in shares(optimizer):
-            unit = share.unit
-            flat = torch.zeros(unit.padded, dtype=torch.float32, device=unit.rest.device)
-            for index in share.mine:
-                value = loaded[name][_number(optimizer, unit.params[index])]
-                unit.view(flat, index).copy_(value)
-            # One rank has each value and the others zeros, so their sum is that value exactly.
-            _exact(optimizer).sync(flat, Level.N, unit.strategy.optimizer)
-            part = flat[unit.own(Level.N, unit.strategy.optimizer)]
-            for index in range(len(unit.params)):
-                shard = shards.get((unit, index))
-                if shard is not None:
-                    _put(optimizer, shard, name, unit.cut_states(part, index))
-
-
-def _kept(optimizer: Any) -> list[str]:
-    """Names of all values kept per parameter; masters where they are not the parameters themselves."""
-    masters = optimizer.has_masters
-    return [*state_names(optimizer), *([MASTER] if masters else [])]
+def _step(optimizer: Any) -> int:
+    """Steps taken, from whichever rank has states; collective."""
+    inner = optimizer.optimizer
+    counts = [state["step"] for state in inner.state.values() if "step" in state]
+    counts += [group["step"] for group in inner.param_groups if "step" in group]
+    most = torch.tensor(max((int(count) for count in counts), default=0), device=_device(optimizer))
+    group = optimizer.get_grad_stats_parallel_group()
+    traffic.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group, feature="paro:whole")
+    return int(most)
 
 
 def _whole(optimizer: Any, unit: Unit, name: str) -> Tensor:
@@ -138,9 +109,76 @@ def _whole(optimizer: Any, unit: Unit, name: str) -> Tensor:
 def _value(optimizer: Any, shard: Any, name: str) -> Tensor:
     if name == MASTER:
         return shard.main.detach()
-    state = optimizer.optimizer.state[shard.main]
-    value = state.get(name)
+    value = optimizer.optimizer.state.get(shard.main, {}).get(name)
     return torch.zeros_like(shard.main) if value is None else value
+
+
+# --- loading --------------------------------------------------------------------------------------------------
+
+
+def load_request(optimizer: Any, model_state: dict, metadata: Mapping | None) -> dict[str, Any]:
+    """As `save`, with tensors to be filled.
+
+    Raises:
+        ValueError: the checkpoint's optimizer states are laid out by the distributed optimizer's buffers.
+    """
+    written_by = (metadata or {}).get(_SHARDING)
+    if written_by not in (None, _RESHARDABLE):
+        raise ValueError(
+            f"this checkpoint holds optimizer states as the distributed optimizer's {written_by} buffers, which "
+            "follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable, or load it "
+            "with --no-load-optim."
+        )
+    entries, kept = _entries(model_state), {}
+    for share in shares(_units(optimizer)):
+        unit = share.unit
+        for name in _kept(optimizer, unit, written=False, metadata=metadata):
+            for index in share.mine:
+                entry = entries[id(unit.params[index])]
+                value = to_fill(unit.params[index], torch.float32)
+                kept[_name(optimizer, share, index, name)] = written_here(
+                    entry, value, _key(name, entry, metadata)
+                )
+    return {_OURS: kept, _SOURCE: LocalNonpersistentObject(dict(metadata or {}))}
+
+
+def load(optimizer: Any, state: dict[str, Any]) -> None:
+    """Take what was asked for. Parameter groups are matched as Megatron does.
+
+    Raises:
+        ValueError: the checkpoint has fewer parameter groups than this run.
+    """
+    inner = state["optimizer"] if "optimizer" in state else state
+    current, saved = optimizer.optimizer.param_groups, inner["param_groups"]
+    if len(saved) < len(current):
+        raise ValueError(
+            f"the checkpoint has {len(saved)} parameter groups, and this run has {len(current)}: flags of learning "
+            "rates or weight decay differ. Give those of the run that saved it, or --no-load-optim."
+        )
+    saved = [{**group, "params": []} for group in saved]
+    matched = optimizer._filter_and_reorder_param_groups(current, saved)
+    for group, loaded in zip(current, matched, strict=True):
+        group.update({key: value for key, value in loaded.items() if key not in ("params", "step")})
+    _distribute(optimizer, state.get(_OURS, {}), state[_SOURCE])
+    _set_step(optimizer, inner.get("state", {}).get("common_step", saved[0].get("step", 0)))
+    if optimizer.grad_scaler and "grad_scaler" in state:
+        optimizer.grad_scaler.load_state_dict(state["grad_scaler"])
+
+
+def _distribute(optimizer: Any, loaded: dict[str, Any], metadata: Mapping) -> None:
+    """Every rank keeps of the loaded tensors the parts that it updates."""
+    for share in shares(_units(optimizer)):
+        unit = share.unit
+        for name in _kept(optimizer, unit, written=False, metadata=metadata):
+            flat = torch.zeros(unit.padded, dtype=torch.float32, device=unit.rest.device)
+            for index in share.mine:
+                unit.view(flat, index).copy_(loaded[_name(optimizer, share, index, name)])
+            # One rank has each value and the others zeros, so their sum is that value exactly.
+            _exact(optimizer).sync(flat, Level.N, unit.strategy.optimizer)
+            part = flat[unit.own(Level.N, unit.strategy.optimizer)]
+            for shard in optimizer.shards:
+                if shard.unit is unit:
+                    _put(optimizer, shard, name, unit.cut_states(part, shard.index))
 
 
 def _put(optimizer: Any, shard: Any, name: str, value: Tensor) -> None:
@@ -150,31 +188,66 @@ def _put(optimizer: Any, shard: Any, name: str, value: Tensor) -> None:
         optimizer.optimizer.state[shard.main][name] = value.clone()
 
 
+def _set_step(optimizer: Any, step: Any) -> None:
+    """torch's own Adam counts steps for each parameter, fused ones of other libraries for each group."""
+    inner = optimizer.optimizer
+    if optimizer.config.optimizer != "adam" or not step:
+        return
+    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+        for shard in optimizer.shards:
+            inner.state[shard.main]["step"] = torch.tensor(float(step))
+    else:
+        for group in inner.param_groups:
+            group["step"] = int(step)
+
+
+# --- what is kept, and under which name -----------------------------------------------------------------------
+
+
+def _kept(optimizer: Any, unit: Unit, *, written: bool, metadata: Mapping | None) -> list[str]:
+    """Names of all values kept of a unit's parameters; master weights where they are not the parameters."""
+    names = _STATES[optimizer.config.optimizer]
+    if optimizer.config.optimizer == "sgd" and not optimizer.config.sgd_momentum:
+        names = ()
+    return [*names, *([MASTER] if _has_masters(unit, written, metadata or {}) else [])]
+
+
+def _has_masters(unit: Unit, written: bool, metadata: Mapping) -> bool:
+    if unit.rest.dtype is not torch.float32:
+        return True
+    if written:
+        return unit.staged is not None or _SHARDING in metadata
+    # fp32 weights have masters apart where updates are sent with 8 bits; other checkpoints lack them.
+    return unit.staged is not None and metadata.get(_OURS, {}).get("fp32_masters", False)
+
+
+def _name(optimizer: Any, share: Share, index: int, name: str) -> str:
+    """In the state dict of this rank."""
+    return f"{optimizer.numbers[share.unit.params[index]]}.{name}"
+
+
+def _key(name: str, entry: Entry, metadata: Mapping | None) -> str:
+    """In the checkpoint."""
+    master = "param" if _SHARDING in (metadata or {}) else "fp32_param"
+    return f"optimizer.state.{master if name == MASTER else name}.{entry.key}"
+
+
+def _units(optimizer: Any) -> list[Unit]:
+    return [unit for chunk in optimizer.model_chunks for unit in chunk.units if unit.trainable]
+
+
 def _exact(optimizer: Any) -> Any:
     return optimizer.model_chunks[0].setup.exact
 
 
-def _number(optimizer: Any, param: Parameter) -> int:
-    return optimizer.numbers[param]
+def _device(optimizer: Any) -> torch.device:
+    return optimizer.model_chunks[0].units[0].rest.device
 
 
-def _entries(model_state: dict) -> dict[int, Any]:
+def _entries(model_state: dict) -> dict[int, Entry]:
     """The model's own entries, by the parameter that they hold."""
     return {
         id(entry.data): entry
         for entry in nested_values(model_state)
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
     }
-
-
-def _entry(entries: dict[int, Any], param: Parameter, name: str, master: str, value: Tensor) -> Any:
-    """The parameter's entry under the name of a kept value, with this rank as the one that writes it."""
-    model = entries[id(param)]
-    replica = model.replica_id
-    # The last number counts data-parallel copies; the others say which tensor-parallel copy this is.
-    main = (*replica[:-1], 0) if isinstance(replica, tuple) else 0
-    changes = {"data": value, "replica_id": main}
-    changes["key"] = f"optimizer.state.{master if name == MASTER else name}.{model.key}"
-    if isinstance(model, ShardedTensor):
-        changes["dtype"] = value.dtype
-    return dataclasses.replace(model, **changes)

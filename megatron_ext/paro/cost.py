@@ -127,7 +127,8 @@ def step_seconds(
     microbatches: int,
     compute: Compute,
     *,
-    overlap: bool = True,
+    overlap_params: bool = True,
+    overlap_grads: bool = True,
     reshard_after_forward: bool = True,
 ) -> Step:
     """The modelled time of a training step."""
@@ -136,14 +137,18 @@ def step_seconds(
     for unit in units:
         for call in calls(strategy, unit, 1, reshard_after_forward=reshard_after_forward):
             loads[call.phase] = loads[call.phase].plus(_load(unit, call, wire, network))
-    depth = len({unit.layer for unit in units}) if overlap else 1
+    depth = len({unit.layer for unit in units})
+    beside = (overlap_params, overlap_grads)
     forward, backward = compute.forward, compute.backward
     update = compute.optimizer / {Level.N: 1, Level.I: wire.m, Level.G: wire.n}[strategy.optimizer]
     total = (
         (microbatches - 1)
-        * (_phase(forward, loads["forward"], depth) + _phase(backward, loads["backward"], depth))
-        + _phase(forward, loads["update"].plus(loads["forward"]), depth)
-        + _phase(backward, loads["backward"].plus(loads["boundary"]), depth)
+        * (
+            _phase(forward, loads["forward"], depth, beside)
+            + _phase(backward, loads["backward"], depth, beside)
+        )
+        + _phase(forward, loads["update"].plus(loads["forward"]), depth, beside)
+        + _phase(backward, loads["backward"].plus(loads["boundary"]), depth, beside)
         + update
     )
     passes = [loads["forward"], loads["backward"]] * microbatches + [loads["boundary"], loads["update"]]
@@ -167,9 +172,11 @@ def _load(unit: UnitSize, call: Call, wire: Wire, network: Network) -> _Load:
     return load
 
 
-def _phase(compute: float, load: _Load, depth: int) -> float:
+def _phase(compute: float, load: _Load, depth: int, beside: tuple[bool, bool]) -> float:
     """A pass over `depth` layers, each of which is gathered, computed and reduced."""
-    stages = (load.params, compute, load.grads)
-    slowest = max(stages)
-    pipeline = slowest + (sum(stages) - slowest) / depth
-    return pipeline if depth == 1 else max(pipeline, load.inside, load.between)
+    lanes = (load.params, load.grads)
+    pipelined = [compute, *(lane for lane, overlaps in zip(lanes, beside, strict=True) if overlaps)]
+    slowest = max(pipelined)
+    pipeline = slowest + (sum(pipelined) - slowest) / depth
+    serial = sum(lane for lane, overlaps in zip(lanes, beside, strict=True) if not overlaps)
+    return max(pipeline + serial, load.inside, load.between)

@@ -1,5 +1,7 @@
 """The units of a GPT on one rank, from its description: for plans that are made before there is a model."""
 
+from dataclasses import replace
+
 from megatron_ext.paro.passes import UnitSize
 from megatron_ext.vocab import memory_layers as layers
 from megatron_ext.vocab.memory_description import Description
@@ -15,8 +17,13 @@ def units_of(d: Description, trainable: float = 1.0) -> tuple[UnitSize, ...]:
     stage = max(range(d.pipeline), key=lambda rank: layers.params(d, rank))
     layer = layers.layer_params(d)
     outside = layers.params(d, stage) - d.stage_layers[stage] * layer
-    sizes = {"": outside} | {f"layer {index}": layer for index in range(d.stage_layers[stage])}
-    return split(sizes, d.data * d.context, d.itemsize, d.grad_itemsize, trainable)
+    late = 0
+    if d.vocab_mode != "off":
+        late = layers.shard_rows_of(d, stage) * d.hidden * (1 if d.tied else 2)
+    types = (d.data * d.context, d.itemsize, d.grad_itemsize, trainable)
+    units = split({"": outside - late}, *types)
+    units += tuple(replace(unit, late=True) for unit in split({"": late}, *types))
+    return units + split({f"layer {index}": layer for index in range(d.stage_layers[stage])}, *types)
 
 
 def equal_units(

@@ -52,6 +52,8 @@ class Network:
     groups: int = 0
     """Groups of the world in which they were measured; 0 if they are given."""
     members: int = 0
+    backend: str | None = None
+    """Of torch.distributed, when they are measured."""
     samples: Mapping[tuple[Scope, Action], Sequence[Sample]] = field(default_factory=dict)
 
     def link(self, scope: Scope, action: Action) -> Link:
@@ -86,10 +88,14 @@ class Network:
 
     @classmethod
     def measured(
-        cls, samples: Mapping[tuple[Scope, Action], Sequence[Sample]], groups: int, members: int
+        cls,
+        samples: Mapping[tuple[Scope, Action], Sequence[Sample]],
+        groups: int,
+        members: int,
+        backend: str,
     ) -> "Network":
         """Links fitted to measurements of several sizes."""
-        return cls({key: fit(found) for key, found in samples.items()}, groups, members, samples)
+        return cls({key: fit(found) for key, found in samples.items()}, groups, members, backend, samples)
 
     def to_json(self) -> str:
         """As a JSON object that `from_json` reads."""
@@ -97,7 +103,8 @@ class Network:
         for (scope, action), link in self.links.items():
             measured = [asdict(sample) for sample in self.samples.get((scope, action), ())]
             links.setdefault(scope, {})[action] = asdict(link) | {"samples": measured}
-        found = {"schema": SCHEMA, "groups": self.groups, "members": self.members, "links": links}
+        world = {"groups": self.groups, "members": self.members, "backend": self.backend}
+        found = {"schema": SCHEMA, **world, "links": links}
         return json.dumps(found, indent=1)
 
     @classmethod
@@ -116,10 +123,10 @@ class Network:
                 for action in ACTIONS
                 if scope in data["links"]
             }
-            sizes = int(data["groups"]), int(data["members"])
+            world = int(data["groups"]), int(data["members"]), data["backend"]
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it lacks entries ({error})") from None
-        return cls(links, *sizes)
+        return cls(links, *world)
 
     @classmethod
     def read(cls, path: str | Path) -> "Network":

@@ -178,66 +178,27 @@ class ParoOptimizer(MixedPrecisionOptimizer):
     # --- checkpoints ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What all ranks share: parameter groups, step and loss scale, in the form of Megatron's optimizers."""
-        groups, first = [], 0
-        for group, members in zip(self.optimizer.param_groups, self.members, strict=True):
-            numbers = list(range(first, first + len(members)))
-            groups.append({**group, "params": numbers})
-            first += len(members)
-        inner: dict[str, Any] = {"state": {}, "param_groups": groups}
-        steps = [state["step"] for state in self.optimizer.state.values() if "step" in state]
-        if steps:
-            inner["state"]["common_step"] = steps[0]
-        if not self._mixed:
-            return inner
-        scaler = {"grad_scaler": self.grad_scaler.state_dict()} if self.grad_scaler else {}
-        return {"optimizer": inner, **scaler}
+        """Not offered: what a rank holds is no checkpoint by itself.
 
-    @property
-    def _mixed(self) -> bool:
-        return self.config.fp16 or self.config.bf16
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("--paro-strategy needs --ckpt-format torch_dist, which writes what ranks hold as one")
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict, is_loading: bool = False, metadata: dict | None = None
     ) -> dict[str, Any]:
-        """This rank's share of the states, see checkpoint.py, beside `state_dict`."""
+        """What is written or asked for, see checkpoint.py; collective."""
         if is_loading:
-            kept = checkpoint.load_request(self, model_sharded_state_dict, metadata)
-        else:
-            kept = checkpoint.save(self, model_sharded_state_dict)
-        return {**self.state_dict(), "paro": kept}
+            return checkpoint.load_request(self, model_sharded_state_dict, metadata)
+        return checkpoint.save(self, model_sharded_state_dict, metadata)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `sharded_state_dict` asked for; parameter groups are matched as Megatron does."""
-        inner = state_dict["optimizer"] if "optimizer" in state_dict else state_dict
-        saved = self._filter_and_reorder_param_groups(self.optimizer.param_groups, inner["param_groups"])
-        for group, loaded in zip(self.optimizer.param_groups, saved, strict=True):
-            group.update({key: value for key, value in loaded.items() if key != "params"})
-        checkpoint.take(self, state_dict["paro"])
-        self._restore_step(inner)
-        if self.grad_scaler and "grad_scaler" in state_dict:
-            self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
-
-    def _restore_step(self, inner: dict[str, Any]) -> None:
-        # The distributed optimizer keeps the step in its groups, and Adam of Apex and Transformer Engine does.
-        step = inner.get("state", {}).get("common_step", inner["param_groups"][0].get("step", 0))
-        if self.config.optimizer != "adam":
-            return
-        for group in self.optimizer.param_groups:
-            if "step" in group and not _keeps_step_in_groups(self.optimizer):
-                del group["step"]
-        if not _keeps_step_in_groups(self.optimizer):
-            for shard in self.shards:
-                value = torch.as_tensor(float(step), dtype=torch.float32)
-                self.optimizer.state[shard.main]["step"] = value.clone()
+        """Take what `sharded_state_dict` asked for; collective."""
+        checkpoint.load(self, state_dict)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
     """Bytes of all storages, each once; released ones have none."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return sum(storage.size() for storage in storages.values())
-
-
-def _keeps_step_in_groups(optimizer: torch.optim.Optimizer) -> bool:
-    """torch's own optimizers count steps for each parameter, fused ones of other libraries for each group."""
-    return not isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))

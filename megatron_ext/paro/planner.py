@@ -26,8 +26,13 @@ class Situation:
     """Its `comm` counts where one is asked for."""
     microbatches: int
     network: Network
+    strategies: tuple[Strategy, ...] = STRATEGIES
+    """Those to choose from."""
     compute: Compute = field(default_factory=Compute)
-    overlap: bool = True
+    overlap_params: bool = True
+    """Whether parameter gathers run beside compute."""
+    overlap_grads: bool = True
+    """Whether gradient reductions do."""
     reshard_after_forward: bool = True
     state_itemsize: int = ADAM_STATES
     memory_limit: int | None = None
@@ -63,7 +68,15 @@ def candidate(situation: Situation, strategy: Strategy, comm: Comm) -> Candidate
     volume = step_bytes(strategy, s.units, wire, s.microbatches, **reshard)
     held = memory(strategy, s.units, wire, state_itemsize=s.state_itemsize, **reshard)
     step = step_seconds(
-        strategy, s.units, wire, s.network, s.microbatches, s.compute, overlap=s.overlap, **reshard
+        strategy,
+        s.units,
+        wire,
+        s.network,
+        s.microbatches,
+        s.compute,
+        overlap_params=s.overlap_params,
+        overlap_grads=s.overlap_grads,
+        **reshard,
     )
     needed = held.total + s.other_bytes
     fits = s.memory_limit is None or needed <= s.memory_limit
@@ -77,7 +90,7 @@ def ranking(situation: Situation, comms: Sequence[Comm] = COMMS) -> list[Candida
     the one to take is that with the least communication, since what overlap hides it may fail to hide; then
     with the least memory. Those that do not fit follow by what they need.
     """
-    found = [candidate(situation, strategy, comm) for strategy in STRATEGIES for comm in comms]
+    found = [candidate(situation, strategy, comm) for strategy in situation.strategies for comm in comms]
     fitting = sorted((c for c in found if c.fits), key=lambda c: (c.step.total, *_plainness(c)))
     others = sorted((c for c in found if not c.fits), key=_plainness)
     if fitting:
@@ -113,16 +126,16 @@ def reason(situation: Situation, found: list[Candidate]) -> str:
     best, limit = found[0], situation.memory_limit
     if not best.fits:
         return (
-            f"nothing fits in {gib(limit)}; {best.strategy} needs the least, {gib(best.needed)}: use more ranks, "
-            "tensor or pipeline parallelism, or recompute activations"
+            f"nothing fits in {gib(limit)}; {best.strategy} needs the least, {gib(best.needed)}: use more "
+            "ranks, tensor or pipeline parallelism, or recompute activations"
         )
     fitting = [c for c in found if c.fits]
     words = [_merit(best, fitting)]
     if limit is not None:
         words.append(f"it needs {gib(best.needed)} of {gib(limit)}, in which {_how_many(fitting, found)} fit")
     rival = next((c for c in fitting[1:] if c.strategy != best.strategy), None)
-    if rival is not None:
-        words.append(f"the next, {rival.strategy}, takes {_against(best, rival)}")
+    if rival is not None and (factors := _against(best, rival)):
+        words.append(f"the next, {rival.strategy}, takes {factors}")
     return "; ".join(words)
 
 
@@ -152,7 +165,7 @@ def _against(best: Candidate, rival: Candidate) -> str:
         ("the bytes inside", float(best.bytes.inside), float(rival.bytes.inside)),
         ("the memory", best.needed, rival.needed),
     ):
-        if mine:
+        if mine and not 0.995 < theirs / mine < 1.005:
             factors.append(f"{theirs / mine:.2f} times {what}")
     return ", ".join(factors)
 

@@ -66,18 +66,14 @@ def hops(call: Call, comm: Comm) -> list[Hop]:
         return over_groups + ([Hop("gather", "members")] if want is Level.N else [])
     if call.operation == "scatter":
         return [Hop("reduce", "members")]
-    if have is Level.N and comm == "flat":
+    over_all = have is Level.N and comm == "flat"
+    if over_all and want is Level.N:
+        return [Hop("reduce", "flat"), Hop("gather", "flat")]
+    if over_all:
         found = [Hop("reduce", "flat")]
-        return (
-            found
-            + {
-                Level.N: [Hop("gather", "flat")],
-                Level.I: [Hop("gather", "groups")],
-                Level.G: [],
-            }[want]
-        )
-    found = [Hop("reduce", "members")] if have is Level.N else []
-    found.append(Hop("reduce", "groups"))
+    else:
+        found = [Hop("reduce", "members")] if have is Level.N else []
+        found.append(Hop("reduce", "groups"))
     if want is not Level.G:
         found.append(Hop("gather", "groups"))
     return found + ([Hop("gather", "members")] if want is Level.N else [])

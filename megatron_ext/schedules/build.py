@@ -102,13 +102,16 @@ def build_listed(
 ) -> Schedule:
     """The best of the static order and the list-scheduled ones for measured costs, under the same caps.
 
-    The list orders prefer one kind of pass over another wherever both are ready; ties keep the first.
+    Some orders come from the costs: two by the block, once of all costs and once of the mean forward and
+    backward pass alone, in whole thousandths so that what falls together in the block does so exactly; and
+    lists that prefer one kind of pass over another wherever both are ready. Ties keep the first.
     """
     from megatron_ext.schedules.lower import lower
     from megatron_ext.schedules.simulate import simulate
 
     options = {"pipeline": pipeline, "vocab": vocab, "forward_only": forward_only}
-    found = [build(p, m, **options), build(p, m, costs=costs, **options)]
+    ratio = Costs(forward=1000, backward=max(1, round(1000 * costs.mean("B") / costs.mean("F"))))
+    found = [build(p, m, costs=given, **options) for given in (None, costs, ratio)]
     for order in LIST_ORDERS:
         found.append(build(p, m, costs=costs, priority=by_kind(order), **options))
     return min(found, key=lambda schedule: simulate(lower(schedule), costs).makespan)

@@ -33,7 +33,7 @@ def report(request: Request, found: list[Candidate]) -> str:
     lines = [*_setting(request), "", grid(_HEAD, _rows(request.situation, found), numeric=True), ""]
     lines += [
         "between: what a group sends to other groups in a step; inside: what a rank sends within its group;",
-        "memory: of a rank, at most; step: predicted, communication: its part of that if nothing were hidden.",
+        "memory: of a rank, at most; step: the predicted time of one, and that without any overlap.",
         "",
         f"Take {best.strategy} over {best.comm}: {reason(request.situation, found)}.",
         "",
@@ -43,7 +43,7 @@ def report(request: Request, found: list[Candidate]) -> str:
     return "\n".join(lines)
 
 
-_HEAD = ["strategy", "comm", "between", "inside", "memory", "step", "communication", "against the best"]
+_HEAD = ["strategy", "comm", "between", "inside", "memory", "step", "no overlap", "against the best"]
 
 
 def _rows(situation: Situation, found: list[Candidate]) -> list[list[str]]:
@@ -56,7 +56,7 @@ def _rows(situation: Situation, found: list[Candidate]) -> list[list[str]]:
             human_bytes(float(c.bytes.inside)),
             f"{c.needed / GIB:.2f} GiB",
             human_time(c.step.total),
-            human_time(c.communication),
+            human_time(c.step.compute + c.communication),
             _verdict(situation, best, c),
         ]
         for c in found
@@ -78,8 +78,8 @@ def _setting(request: Request) -> list[str]:
     first = s.units[0]
     share = "all trained" if trained == total else f"{100 * trained / total:.3g} % trained"
     lines = [
-        f"{total / 1e9:.4g} B parameters per rank before they are split, {share}; {first.itemsize} bytes each, "
-        f"gradients {first.grad_itemsize}",
+        f"{total / 1e9:.4g} B parameters, {share}: what a rank holds if they are not split; {first.itemsize} "
+        f"bytes each, gradients {first.grad_itemsize}",
         f"{wire.n} ranks = {wire.k} groups x {wire.m}, {s.microbatches} microbatches a step, "
         f"{_compute_words(s)}",
     ]
@@ -103,7 +103,7 @@ def _setting(request: Request) -> list[str]:
 def _compute_words(s: Situation) -> str:
     if not s.compute.forward + s.compute.backward:
         return "compute left out"
-    beside = "beside communication" if s.overlap else "not beside communication"
+    beside = "beside communication" if s.overlap_params else "not beside communication"
     return f"compute {human_time(s.compute.forward + s.compute.backward)} a microbatch, {beside}"
 
 

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     network.add_argument("--ranks-per-nic", metavar="N", help="that share it (default: the group)")
     network.add_argument("--latency-inside", metavar="US", help="microseconds (default 0)")
     network.add_argument("--latency-between", metavar="US", help="microseconds (default 0)")
-    network.add_argument("--backend", choices=get_args(Backend), default="nccl", help="(default nccl)")
+    network.add_argument("--backend", choices=get_args(Backend), help="(default: the file's, or nccl)")
     time = parser.add_argument_group("compute of a rank")
     time.add_argument("--compute-ms", metavar="MS", help="forward and backward of one microbatch")
     time.add_argument("--tflops", metavar="N", help="that it reaches, for the same from FLOPs (needs s)")
@@ -118,14 +118,15 @@ def parse(argv: list[str]) -> Request:
     if found:
         raise UserError(*found)
     assert None not in (grid, microbatches, units, network, compute, comms)
-    wire = Wire(*grid, comm=comms[0], inter_dtype=args.paro_inter_dtype, backend=args.backend)
+    wire = Wire(*grid, comm=comms[0], inter_dtype=args.paro_inter_dtype, backend=of.backend(read, network))
     situation = Situation(
         units=units,
         wire=wire,
         microbatches=microbatches,
         network=network,
         compute=compute,
-        overlap=not args.no_overlap,
+        overlap_params=not args.no_overlap,
+        overlap_grads=not args.no_overlap,
         reshard_after_forward=args.paro_reshard_after_forward == "on",
         memory_limit=limit,
         other_bytes=other or 0,

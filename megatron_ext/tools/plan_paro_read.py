@@ -7,7 +7,7 @@ from megatron_ext.paro.cost import Compute
 from megatron_ext.paro.model import equal_units, flops, score_flops, units_of
 from megatron_ext.paro.network import Link, Network
 from megatron_ext.paro.passes import UnitSize
-from megatron_ext.paro.volume import COMMS, Comm
+from megatron_ext.paro.volume import COMMS, Backend, Comm
 from megatron_ext.tools.plan_read import Numbers, attention_widths, default_ffn, padded_vocabulary
 from megatron_ext.tools.plan_units import RATE_EXAMPLE, SIZE_EXAMPLE, parse_rate, parse_size
 from megatron_ext.vocab.memory_description import Description, stage_layers
@@ -146,7 +146,8 @@ def _description(read: Numbers, types: dict[str, int]) -> Description | None:
         layers=layers, hidden=h, ffn=f, heads=heads, query_groups=k // head_dim, head_dim=head_dim,
         seq_length=s, micro_batch=micro, vocab=vocab, gated=args.swiglu, bias=not args.disable_bias_linear,
         norm=args.normalization, tied=not args.untie_embeddings_and_output_weights,
-        pipeline=stages, tensor=tensor, context=context, data=int(args.data_parallel_size), stage_layers=split, **types,
+        pipeline=stages, tensor=tensor, context=context,
+        data=int(args.data_parallel_size), stage_layers=split, **types,
     )  # fmt: skip
 
 
@@ -179,6 +180,11 @@ def network(read: Numbers, grid: tuple[int, int] | None) -> Network | None:
     return found
 
 
+def backend(read: Numbers, found: Network) -> Backend:
+    """What was asked for, else what was measured, else NCCL."""
+    return read.args.backend or found.backend or "nccl"
+
+
 def missing_links(found: Network, k: int, m: int) -> list[str]:
     """What a plan for k groups of m needs to know of the network and does not."""
     needed = {"members": m > 1, "groups": k > 1, "flat": k * m > 1}
@@ -201,7 +207,7 @@ def _from_rates(read: Numbers, grid: tuple[int, int] | None) -> Network | None:
             f"--ranks-per-nic {sharing}: groups of {m} do not share NICs evenly so. Give a divisor of {m}."
         )
         return None
-    rails = read.args.backend == "nccl"
+    rails = read.args.backend != "gloo"
     return Network.given(links["inside"], links["between"], members=m, ranks_per_nic=sharing, rails=rails)
 
 

@@ -20,7 +20,7 @@ full = pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [
-        "one",
+        pytest.param("one", marks=full),
         "pp2",
         pytest.param("tp2-sp", marks=full),
         "dp2-distopt",

@@ -74,9 +74,8 @@ COVERING = {
     "naive": {"pp2", "pp4-untied"},
     "vocab-1": {"pp4", "tp2-pp2-sp-untied", "pp2-chunks", "pp4-blocking", "pp4-two"},
     "vocab-2": {
-        *("pp2-untied", "pp4", "pp3-uneven", "pp1", "tp2-pp2", "tp2-pp2-sp", "dp2-pp2", "dp2-pp2-distopt"),
-        *("dp2-pp2-unaligned", "pp2-recompute", "pp2-selective", "pp2-logits", "pp2-chunks", "pp2-blocking"),
-        *("pp2-one", "pp2-odd", "pp4-two", "per-token-loss", "decoupled-lr", "pp8"),
+        *("pp4", "pp3-uneven", "pp1", "tp2-pp2-sp", "dp2-pp2-distopt", "pp2-recompute", "pp2-selective"),
+        *("pp2-logits", "pp2-odd", "per-token-loss", "decoupled-lr"),
     },
     "interlaced": {"pp4", "tp2-pp2-sp"},
 }
