@@ -14,8 +14,14 @@ def bound(original: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def whole_parameters(chunk: Any) -> AbstractContextManager[None]:
-    """Context in which all parameters of a wrapped model chunk are whole, also if it splits them; collective."""
+    """Context in which all parameters of a wrapped chunk are whole, also if it splits them; collective."""
     return chunk.whole() if hasattr(chunk, "whole") else nullcontext()
+
+
+def wait_for_updates(chunk: Any) -> None:
+    """Until updates of parameters that a wrapped chunk has started by itself are done."""
+    if hasattr(chunk, "wait_for_updates"):
+        chunk.wait_for_updates()
 
 
 class before_optimizer_step:

@@ -212,8 +212,11 @@ class Launcher:
             validated = stock_validate(args, defaults, **kwargs)
         except (AssertionError, ValueError, RuntimeError) as error:
             problems.refuse([parse_errors.refused_by_stock(error)])
-        for feature in self.on:
-            feature.adjust(validated, self.flags)
+        try:
+            for feature in self.on:
+                feature.adjust(validated, self.flags)
+        except ValueError as error:
+            problems.refuse([str(error)])
         return validated
 
 

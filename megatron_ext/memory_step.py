@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_ext.hooks import before_optimizer_step, bound
+from megatron_ext.hooks import before_optimizer_step, bound, wait_for_updates
 from megatron_ext.patching import Patch
 
 
@@ -80,6 +80,8 @@ class StepMemory:
             tracker = tracker_of(call["model"], call["optimizer"])
             with tracker, before_optimizer_step(call["optimizer"], lambda: tracker.default("other")):
                 result = original(*args, **kwargs)
+                for chunk in call["model"]:
+                    wait_for_updates(chunk)
             self._measured, self.done = tracker.report(), True
             return result
 
@@ -120,7 +122,7 @@ def owned(model_chunks: list, optimizer: Any) -> Iterator[tuple[str, list]]:
 
     A tensor may share its storage with one before it: gradients are views into DDP's buffers, and the
     optimizer's parameters are the model's own where it keeps no master weights (nor shards of them).
-    Weights are parameters and module buffers.
+    Weights are parameters and module buffers. A chunk that splits what it holds says what that is (`held`).
     """
     import torch
     from torch.utils._pytree import tree_leaves
@@ -131,9 +133,15 @@ def owned(model_chunks: list, optimizer: Any) -> Iterator[tuple[str, list]]:
     buffers = [buffer for chunk in model_chunks for buffer in torch.nn.Module.buffers(chunk)]
     masters = [param for each in inner for group in each.param_groups for param in group["params"]]
     states = [leaf for each in inner for leaf in tree_leaves(list(each.state.values()))]
-    yield "weights", weights + buffers
-    yield "gradients", [grad for param in weights + masters for grad in _gradients(param)]
-    yield "optimizer", masters + [state for state in states if isinstance(state, torch.Tensor)]
+    held: dict[str, list] = {"weights": [], "gradients": [], "optimizer": []}
+    for chunk in model_chunks:
+        for category, tensors in chunk.held().items() if hasattr(chunk, "held") else ():
+            held[category] += tensors
+    yield "weights", held["weights"] + weights + buffers
+    gradients = [grad for param in weights + masters for grad in _gradients(param)]
+    yield "gradients", held["gradients"] + gradients
+    states = [state for state in states if isinstance(state, torch.Tensor)]
+    yield "optimizer", held["optimizer"] + masters + states
 
 
 def _gradients(param: Any) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Optimizer states in checkpoints: whole tensors under stock's names, whatever the strategy and the ranks.
 
-They are those of Megatron's own optimizers without `--use-distributed-optimizer`, so such a run loads ours, and
-the other way round. The distributed optimizer's fully reshardable ones are loaded too, and they are written
-with `--dist-ckpt-optim-fully-reshardable`.
+They are those of Megatron's own optimizers without `--use-distributed-optimizer`, so such a run loads ours,
+and the other way round. The distributed optimizer's fully reshardable ones are loaded too, and written with
+`--dist-ckpt-optim-fully-reshardable`.
 
     optimizer.state.exp_avg.<parameter>         and exp_avg_sq, or momentum_buffer: of the parameter's shape
     optimizer.state.fp32_param.<parameter>      master weights of 16-bit parameters; the distributed
@@ -40,12 +40,14 @@ def content_metadata(chunk: Any, *, reshardable: bool) -> dict[str, Any]:
         "strategy": str(strategy),
         "groups": setup.grid.k,
         "members": setup.grid.m,
-        "fp32_masters": setup.int8 and strategy.optimizer is Level.G and strategy.params is not Level.G,
+        "fp32_masters": setup.wire.inter_dtype == "int8"
+        and strategy.optimizer is Level.G
+        and strategy.params is not Level.G,
     }
     return {_OURS: ours, **({_SHARDING: _RESHARDABLE} if reshardable else {})}
 
 
-# --- saving ---------------------------------------------------------------------------------------------------
+# --- saving -------------------------------------------------------------------------------------------------
 
 
 def save(optimizer: Any, model_state: dict, metadata: Mapping | None) -> dict[str, Any]:
@@ -113,7 +115,7 @@ def _value(optimizer: Any, shard: Any, name: str) -> Tensor:
     return torch.zeros_like(shard.main) if value is None else value
 
 
-# --- loading --------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 def load_request(optimizer: Any, model_state: dict, metadata: Mapping | None) -> dict[str, Any]:
@@ -125,9 +127,9 @@ def load_request(optimizer: Any, model_state: dict, metadata: Mapping | None) ->
     written_by = (metadata or {}).get(_SHARDING)
     if written_by not in (None, _RESHARDABLE):
         raise ValueError(
-            f"this checkpoint holds optimizer states as the distributed optimizer's {written_by} buffers, which "
-            "follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable, or load it "
-            "with --no-load-optim."
+            f"this checkpoint holds optimizer states as the distributed optimizer's {written_by} buffers, "
+            "which follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable, "
+            "or load it with --no-load-optim."
         )
     entries, kept = _entries(model_state), {}
     for share in shares(_units(optimizer)):
@@ -148,12 +150,12 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
     Raises:
         ValueError: the checkpoint has fewer parameter groups than this run.
     """
-    inner = state["optimizer"] if "optimizer" in state else state
+    inner = state.get("optimizer", state)
     current, saved = optimizer.optimizer.param_groups, inner["param_groups"]
     if len(saved) < len(current):
         raise ValueError(
-            f"the checkpoint has {len(saved)} parameter groups, and this run has {len(current)}: flags of learning "
-            "rates or weight decay differ. Give those of the run that saved it, or --no-load-optim."
+            f"the checkpoint has {len(saved)} parameter groups, and this run has {len(current)}: flags of "
+            "learning rates or weight decay differ. Give those of the run that saved it, or --no-load-optim."
         )
     saved = [{**group, "params": []} for group in saved]
     matched = optimizer._filter_and_reorder_param_groups(current, saved)
@@ -201,7 +203,7 @@ def _set_step(optimizer: Any, step: Any) -> None:
             group["step"] = int(step)
 
 
-# --- what is kept, and under which name -----------------------------------------------------------------------
+# --- what is kept, and under which name ---------------------------------------------------------------------
 
 
 def _kept(optimizer: Any, unit: Unit, *, written: bool, metadata: Mapping | None) -> list[str]:

@@ -5,12 +5,11 @@
     ho-ring     two-phase's bytes, with both levels at once: while blocks spread inside a group, the next ones
                 cross between groups (hierarchical overlapping ring)
 
-A buffer that is split over the members of a group only (level I) goes over `members` or `groups` alone, and is
-moved level by level by all three.
+What is split over the members of a group only (level I) goes over `members` or `groups` alone in all three.
 
 Every call works in place and blocks the calling thread (gloo) or orders itself on the current stream (CUDA).
-Sums are taken in one fixed order, in fp32 where the buffer is bf16 or fp16, so that runs repeat bit for bit, and
-every value is computed by one rank and then copied, so that replicas are equal bit for bit.
+Sums are taken in one fixed order, in fp32 where the buffer is bf16 or fp16, so that runs repeat bit for bit.
+Every value is computed by one rank and then copied, so that replicas are equal bit for bit.
 
 Bytes that a rank sends, S being the bytes of the whole buffer, counted under these kinds of `traffic`:
 
@@ -91,10 +90,10 @@ class Collectives:
             have: level of the part that this rank has updated.
             new: that part's new values, of any float type (fp32 masters, say).
 
-        Natively this is `gather` of `new` in the type of `flat`. With int8, the hop between groups carries the
-        differences from the old values, and every rank, the owner included, adds what arrives, so `flat` is equal
-        on all ranks, bit for bit, and off by up to 1/254 of the largest difference in a block of 256. What an
-        update leaves out is part of the next difference, since that is taken from the value in `flat`.
+        Natively this is `gather` of `new` in the type of `flat`. With int8, the hop between groups carries
+        the differences from the old values, and every rank, the owner included, adds what arrives: `flat` is
+        equal on all ranks, bit for bit, and off by up to 1/254 of the largest difference in a block of 256.
+        What one update leaves out is part of the next difference if `new` comes from masters of its own.
         """
         if self._int8 and have is Level.G and want is not Level.G:
             old = flat[self.grid.within(have, want, self._numel(flat, want))]
@@ -117,7 +116,8 @@ class Collectives:
 
         With int8, the hop between groups is quantised, of the sums too if `want` is not G.
         """
-        assert have <= want and have is not Level.G, (have, want)
+        assert have <= want, (have, want)
+        assert have is not Level.G
         numel = self._numel(flat, have)
         if not numel:
             return
@@ -176,7 +176,8 @@ class Collectives:
 
     def _numel(self, flat: Tensor, level: Level) -> int:
         """Elements of the whole buffer whose part at `level` is `flat`."""
-        assert flat.dim() == 1 and flat.is_contiguous(), (flat.shape, flat.stride())
+        assert flat.dim() == 1, flat.shape
+        assert flat.is_contiguous(), flat.stride()
         return flat.numel() * self.grid.parts(level)
 
 
@@ -197,11 +198,12 @@ def make_collectives(
         raise ValueError(f"{comm!r} names no collectives: choose one of {', '.join(classes)}")
     if inter_dtype not in get_args(InterDtype):
         raise ValueError(
-            f"{inter_dtype!r} is no type for the hop between groups: choose one of {', '.join(get_args(InterDtype))}"
+            f"{inter_dtype!r} is no type for the hop between groups: choose one of "
+            f"{', '.join(get_args(InterDtype))}"
         )
     if comm == "flat" and inter_dtype == "int8":
         raise ValueError(
-            "int8 between groups with flat collectives: these have no hop of their own between groups that could "
-            "be quantised; choose two-phase or ho-ring, or native"
+            "int8 between groups with flat collectives: these have no hop of their own between groups that "
+            "could be quantised; choose two-phase or ho-ring, or native"
         )
     return classes[comm](groups, inter_dtype=inter_dtype, feature=feature)

@@ -44,7 +44,7 @@ def flat_ring_all_gather(flat: Tensor, groups: HybridGroups, *, feature: str = "
     grid = groups.grid()
     if grid.n > 1:
         wire = ExactWire(_blocks(flat, grid), grid.rank)
-        hops = Hops(groups.flat, feature, flat.is_cuda)
+        hops = Hops(groups.flat, feature, paired=flat.is_cuda)
         ring_all_gather(hops, InlineLane("flat-hops"), wire, lambda block, piece: None)
 
 
@@ -62,7 +62,7 @@ def flat_ring_reduce_scatter(flat: Tensor, groups: HybridGroups, *, feature: str
     def summand(block: int, c: int) -> Tensor:
         return blocks[block][pieces[c]].to(accumulator_of(flat.dtype))
 
-    hops = Hops(groups.flat, feature, flat.is_cuda)
+    hops = Hops(groups.flat, feature, paired=flat.is_cuda)
     ring_sum(hops, InlineLane("flat-hops"), ExactWire(blocks, grid.rank), summand)
 
 

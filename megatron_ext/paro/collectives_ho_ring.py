@@ -1,15 +1,16 @@
 """HO-Ring: all-gather, reduce-scatter and all-reduce over k groups of m members, both levels at once.
 
-The members of a group share the blocks of its I slices. In an all-gather, m outer rings pass blocks from group to
-group, and what has arrived is spread among the members while the next pieces are on their way. A reduce-scatter
-is the mirror image: the members sum the blocks of one group while the sums of another travel. Outer hops run on
-a lane of their own, over the communicator of `groups`; the caller's thread or stream works on `members`.
+In an all-gather, m outer rings pass blocks from group to group, and what has arrived is spread among the
+members while the next pieces are on their way. A reduce-scatter is the mirror image: the members sum the
+blocks of one group while the sums of another travel. Outer hops run on a lane of their own, over the
+communicator of `groups`; the caller's thread or stream works on `members`.
 
-Method: hierarchical overlapping ring of "Rethinking Memory and Communication Costs for Efficient Data Parallel
-Training of LLMs".
+Method: the hierarchical overlapping ring of "Rethinking Memory and Communication Costs for Efficient Data
+Parallel Training of LLMs".
 """
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ def ho_ring_all_gather(flat: Tensor, groups: HybridGroups, *, feature: str = "pa
     """Fill `flat` from every rank's block of it, in place.
 
     Args:
-        flat: `[n * block]`, contiguous, in the nested layout of blocks.py: member j of group i owns block j*k + i.
+        flat: `[n * block]`, contiguous, in the nested layout of blocks.py: member j of group i owns block
+            j*k + i.
         groups: this rank's process groups.
         feature: under which bytes are counted.
     """
@@ -45,12 +47,12 @@ def ho_ring_all_gather(flat: Tensor, groups: HybridGroups, *, feature: str = "pa
 
 
 def ho_ring_reduce_scatter(flat: Tensor, groups: HybridGroups, *, feature: str = "paro") -> None:
-    """Sum `flat` over all ranks into each one's block, in place. The rest is scratch. As `ho_ring_all_gather`."""
+    """Sum `flat` over all ranks into each one's block, in place; the rest is scratch. Else as above."""
     HoRingCollectives(groups, feature=feature).sync(flat, Level.N, Level.G)
 
 
 def ho_ring_all_reduce(flat: Tensor, groups: HybridGroups, *, feature: str = "paro") -> None:
-    """Sum `flat` over all ranks, in place: a reduce-scatter, then an all-gather. Any order of elements will do."""
+    """Sum `flat`, in any order of elements, over all ranks, in place: a reduce-scatter and an all-gather."""
     HoRingCollectives(groups, feature=feature).sync(flat, Level.N, Level.N)
 
 
@@ -61,8 +63,9 @@ class HoRingCollectives(Collectives):
         gather_parts(flat, self.groups.members, self.feature)
 
     def _gather_groups(self, part: Tensor, coded: Quantised | None) -> None:
-        rows = part.view(self.grid.k, -1)
-        self._ring_gather(rows, coded, lambda block, piece: None, InlineLane("paro-hops"))
+        if self.grid.k > 1:
+            rows = part.view(self.grid.k, -1)
+            self._ring_gather(rows, coded, lambda block, piece: None, InlineLane("paro-hops"))
 
     def _gather_all(self, flat: Tensor, coded: Quantised | None) -> None:
         k, m, j = self.grid.k, self.grid.m, self.grid.member
@@ -88,6 +91,8 @@ class HoRingCollectives(Collectives):
         sum_parts(flat, self.groups.members, self.feature)
 
     def _sum_groups(self, part: Tensor) -> None:
+        if self.grid.k == 1:
+            return
         rows = part.view(self.grid.k, -1)
         pieces = cuts(rows[0])
 
@@ -124,19 +129,17 @@ class HoRingCollectives(Collectives):
 
     # --------------------------------------------------------------------------------------------------------
 
-    def _ring_gather(self, rows: Tensor, coded: Quantised | None, spread, lane: Lane) -> None:
-        i, wire = self.grid.group, None
-        if self.grid.k > 1:
-            if coded is None:
-                wire = ExactWire(rows, i)
-            else:
-                wire = Int8Wire(rows, i, coded.values, coded.add)
-            ring_all_gather(Hops(self.groups.groups, self.feature, rows.is_cuda), lane, wire, spread)
+    def _ring_gather(
+        self, rows: Tensor, coded: Quantised | None, spread: Callable[[int, int], None], lane: Lane
+    ) -> None:
+        wire: Wire = ExactWire(rows, self.grid.group)
+        if coded is not None:
+            wire = Int8Wire(rows, self.grid.group, coded.values, coded.add)
+        ring_all_gather(Hops(self.groups.groups, self.feature, paired=rows.is_cuda), lane, wire, spread)
 
-    def _ring_sum(self, rows: Tensor, summand, lane: Lane) -> None:
-        if self.grid.k > 1:
-            wire: Wire = (Int8Wire if self._int8 else ExactWire)(rows, self.grid.group)
-            ring_sum(Hops(self.groups.groups, self.feature, rows.is_cuda), lane, wire, summand)
+    def _ring_sum(self, rows: Tensor, summand: Callable[[int, int], Tensor], lane: Lane) -> None:
+        wire: Wire = (Int8Wire if self._int8 else ExactWire)(rows, self.grid.group)
+        ring_sum(Hops(self.groups.groups, self.feature, paired=rows.is_cuda), lane, wire, summand)
 
 
 def _lane(group: ProcessGroup, on_gpu: bool) -> Lane:

@@ -1,7 +1,7 @@
 """One level after the other: collectives over the members of a group, and over groups.
 
-Both levels cut a contiguous buffer into as many equal parts as their process group has ranks, part by group rank
-(that is what the nested layout is for), so one pair of functions serves both.
+Both levels cut a contiguous buffer into as many equal parts as their process group has ranks, in the order of
+the group's ranks (that is what the nested layout is for), so one pair of functions serves both.
 """
 
 import torch

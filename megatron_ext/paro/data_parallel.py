@@ -4,7 +4,7 @@ It lays the parameters out in units, and calls the two flows at the right moment
 passes: `ParamFlow` gathers and releases parameters, `GradFlow` reduces gradients.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_ext.paro.blocks import Grid
+from megatron_ext.paro.checkpoint_weights import load_weights
 from megatron_ext.paro.collectives import Collectives
 from megatron_ext.paro.grad_flow import GradFlow
 from megatron_ext.paro.layout import split_units
 from megatron_ext.paro.param_flow import ParamFlow
+from megatron_ext.paro.pass_hooks import PassHooks
 from megatron_ext.paro.strategy import Level, Strategy
 from megatron_ext.paro.unit import Unit, by_param
+from megatron_ext.paro.volume import Wire
 from megatron_ext.schedules.lane import Lane
 
 
@@ -41,10 +44,10 @@ class Setup:
     """Like `params`, never quantised, and counted as another feature: for checkpoints and checks."""
     make_lane: Callable[[str, bool], Lane]
     """From a name and whether to overlap."""
+    wire: Wire
+    """How the collectives run, for the formulas of bytes."""
     reshard: bool = True
     """Whether split parameters are released between forward and backward."""
-    int8: bool = False
-    """Whether updates cross between groups as 8-bit differences."""
     late: frozenset[str] = frozenset()
     """Names of parameters whose gradients come outside of autograd (vocabulary passes)."""
 
@@ -81,7 +84,7 @@ class ParoDataParallel(DistributedDataParallel):
         self.overlap_param_gather_with_optimizer_step = False
         self._make_units()
         self._make_flows()
-        self._hook()
+        self.passes = PassHooks(self.units, self.params, self.grads, reshard=setup.reshard)
 
     # --- set-up ---------------------------------------------------------------------------------------------
 
@@ -95,12 +98,14 @@ class ParoDataParallel(DistributedDataParallel):
         for source in split_units(self.module, TransformerLayer, setup.late):
             grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else source.dtype
             units.append(Unit(source, setup.grid, setup.strategy, grad_dtype, factor))
-        if setup.int8 and setup.strategy.optimizer is Level.G and setup.strategy.params is not Level.G:
+        int8 = setup.wire.inter_dtype == "int8"
+        if int8 and setup.strategy.optimizer is Level.G and setup.strategy.params is not Level.G:
             for unit in units:
                 if unit.trainable:
                     unit.stage()
         self.units = units
         self.place = by_param(units)
+        self.on_load: Callable[[], None] = lambda: None  # the optimizer's, when parameters were loaded
         self.params_with_grad = [p for unit in units if unit.trainable for p in unit.params]
 
     def _make_flows(self) -> None:
@@ -123,115 +128,12 @@ class ParoDataParallel(DistributedDataParallel):
         """Layers from the last to the first, then the root, whose first and last part of the model it has."""
         return [u for u in reversed(self.units) if u.module] + [u for u in self.units if not u.module]
 
-    def _hook(self) -> None:
-        self.root = [unit for unit in self.units if unit.module is None]
-        self._of_module: dict[Any, list[Unit]] = {}
-        for unit in self.units:
-            if unit.module is not None:
-                self._of_module.setdefault(unit.module, []).append(unit)
-        self._ending: set[int] = set()
-        self._after: list[list[Unit]] = list(self._of_module.values())
-        for position, (module, units) in enumerate(self._of_module.items()):
-            module.register_forward_pre_hook(self._before_forward(position, units), with_kwargs=True)
-            module.register_forward_hook(self._after_forward(position, units))
-        self._accumulators = []
-        for unit in self.units:
-            for param in unit.params if unit.trainable else ():
-                param.grad_added_to_main_grad = False
-                node = torch.autograd.graph.get_gradient_edge(param).node
-                node.register_hook(self._on_gradient(unit, param))
-                self._accumulators.append(node)  # a hook lives as long as its node
-
-    # --- forward and backward -------------------------------------------------------------------------------
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
-        self.params.need(self.root)
-        self._prefetch(0)
+        self.passes.begin_forward()
         output = super().forward(*inputs, **kwargs)
-        if torch.is_grad_enabled():
-            self._on_backward(output, self._begin_backward)
-        if self.setup.reshard:
-            self.params.release(self.root)
+        self.passes.end_forward(output)
         return output
-
-    def _begin_backward(self) -> None:
-        self.params.need(self.root)
-        self._prefetch(len(self._after) - 1)
-        self._at_end(lambda: self._end_of_backward())
-
-    def _end_of_backward(self) -> None:
-        self.grads.end_of_backward()
-        self.params.release(self.units)
-
-    def _before_forward(self, position: int, units: list[Unit]) -> Callable:
-        def hook(module: Any, args: tuple, kwargs: dict) -> None:
-            self.params.need(units)
-            if not self._of_module[module][0].split:
-                return
-            again = _in_backward()
-            self._prefetch(position - 1 if again else position + 1)
-            if torch.is_grad_enabled():
-                for tensor in _tensors((args, kwargs)):
-                    if tensor.requires_grad:
-                        tensor.register_hook(lambda grad: self.params.release(units))
-
-        return hook
-
-    def _after_forward(self, position: int, units: list[Unit]) -> Callable:
-        def hook(module: Any, args: tuple, output: Any) -> None:
-            if torch.is_grad_enabled():
-                self._on_backward(output, lambda: self._before_backward(position, units))
-            # Within a backward pass this was a recomputation, and its backward follows at once.
-            if self.setup.reshard and not _in_backward():
-                self.params.release(units)
-
-        return hook
-
-    def _before_backward(self, position: int, units: list[Unit]) -> None:
-        self.params.need(units)
-        if units[0].split:
-            self._prefetch(position - 1)
-            self._at_end(lambda: self.params.release(units))
-        for unit in units:
-            if unit.transient:
-                self.grads.begin(unit)
-
-    def _on_gradient(self, unit: Unit, param: Parameter) -> Callable:
-        def hook(*unused: Any) -> None:
-            if not unit.late:
-                self.grads.begin(unit)
-            if param.grad is not None and not param.grad_added_to_main_grad:
-                param.main_grad.add_(param.grad)
-            param.grad = None
-            if not unit.late:
-                self.grads.ready(unit, param)
-
-        return hook
-
-    def _prefetch(self, position: int) -> None:
-        if 0 <= position < len(self._after):
-            self.params.prefetch(self._after[position])
-
-    @staticmethod
-    def _on_backward(output: Any, action: Callable[[], None]) -> None:
-        """Call `action` when the backward pass reaches `output`, and again for no later tensor of it."""
-        done: list[int] = []
-
-        def hook(grad: Tensor) -> None:
-            task = torch._C._current_graph_task_id()
-            if task not in done:
-                done.append(task)
-                action()
-
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(hook)
-
-    @staticmethod
-    def _at_end(action: Callable[[], None]) -> None:
-        """Call `action` when the backward pass that is running has ended."""
-        torch.autograd.Variable._execution_engine.queue_callback(action)
 
     # --- Megatron's interface -------------------------------------------------------------------------------
 
@@ -274,8 +176,22 @@ class ParoDataParallel(DistributedDataParallel):
             self.params.settle()
         elif any(unit.late for unit in self.units):
             # Vocabulary passes use these outside of any module's forward pass.
-            for unit in self.root:
-                self.params.wait(unit)
+            for unit in self.units:
+                if unit.module is None:
+                    self.params.wait(unit)
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What exists between steps, and what is allocated in them, for the measurement of memory."""
+        trained = [unit for unit in self.units if unit.trainable]
+        return {
+            "weights": [tensor for unit in self.units for tensor in (unit.full, unit.rest)],
+            "gradients": [tensor for unit in trained for tensor in (unit.grads, unit.grad_full)],
+            "optimizer": [unit.staged for unit in trained if unit.staged is not None],
+        }
+
+    def wait_for_updates(self) -> None:
+        """Until the updates of the last step are done."""
+        self.params.settle()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Updates start with the optimizer step; wait for them if asked to."""
@@ -311,6 +227,12 @@ class ParoDataParallel(DistributedDataParallel):
         with self.whole(written=True):
             super().broadcast_params()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """The module's, of which split parameters are whole on the rank that reads them; collective."""
+        result = load_weights(self, state_dict, strict)
+        self.on_load()
+        return result
+
     @contextmanager
     def whole(self, *, written: bool = False) -> Iterator[None]:
         """Inside, all parameters are whole; `written` says that their values are replaced there."""
@@ -327,20 +249,6 @@ class _Announced:
 
     def register_grad_ready(self, param: Parameter, force_all_reduce: bool | None = False) -> None:
         """A gradient is complete."""
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 
 
 def _check_values(unit: Unit) -> None:

@@ -3,10 +3,12 @@
 import functools
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.hooks import bound
+from megatron_ext.paro.check import bytes_patch
+from megatron_ext.paro.checkpoint_patches import checkpoint_patches
+from megatron_ext.paro.resolve import resolve
 from megatron_ext.patching import Patch
 
 if TYPE_CHECKING:
@@ -14,9 +16,11 @@ if TYPE_CHECKING:
 
 
 def paro_patches(context: "Context") -> list[Patch]:
-    """The data-parallel wrapper, the optimizer, and whole parameters for checkpoints."""
+    """The data-parallel wrapper, the optimizer, and checkpoints."""
     setup = functools.cache(lambda: make_setup(context.flags, context.groups))
+    checks = [bytes_patch()] if "bytes" in context.flags.ext_check else []
     return [
+        *checks,
         Patch(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
             functools.partial(_our_wrapper, setup),
@@ -33,27 +37,14 @@ def paro_patches(context: "Context") -> list[Patch]:
             "paro",
             needs=("config", "model_chunks", "param_groups", "skip_megatron_wrapping"),
         ),
-        Patch(
-            "megatron.training.checkpointing:save_checkpoint",
-            functools.partial(_with_whole_parameters, written=False),
-            "wrap",
-            "split parameters are whole while a checkpoint is written",
-            "paro",
-            needs=("model",),
-        ),
-        Patch(
-            "megatron.training.checkpointing:load_checkpoint",
-            functools.partial(_with_whole_parameters, written=True),
-            "wrap",
-            "split parameters are whole while a checkpoint is read",
-            "paro",
-            needs=("ddp_model",),
-        ),
+        *checkpoint_patches(),
     ]
 
 
 def paro_adjust(args: Namespace, flags: Namespace) -> None:
     """PaRO stands in for the distributed optimizer: nothing else may look for its buffers or checkpoints."""
+    if flags.paro_strategy == "auto":
+        resolve(args, flags)
     args.use_distributed_optimizer = False
 
 
@@ -63,6 +54,7 @@ def make_setup(flags: Namespace, registry: Any) -> Any:
     from megatron_ext.paro.collectives import HybridGroups, make_collectives
     from megatron_ext.paro.data_parallel import Setup
     from megatron_ext.paro.strategy import Strategy
+    from megatron_ext.paro.volume import Wire
     from megatron_ext.record import on_gpu
     from megatron_ext.schedules.lane import make_lane
 
@@ -78,15 +70,16 @@ def make_setup(flags: Namespace, registry: Any) -> Any:
         return make_collectives(flags.paro_comm, groups, inter_dtype=inter_dtype, feature=feature)
 
     flat, members = registry["paro-flat"], registry["paro-members"]
+    grid = Grid.of(flat.rank(), flat.size() // members.size(), members.size())
     return Setup(
         strategy=Strategy.parse(flags.paro_strategy),
-        grid=Grid.of(flat.rank(), flat.size() // members.size(), members.size()),
+        grid=grid,
         params=collectives(""),
         grads=collectives("-grads"),
         exact=collectives("", "native", "paro:whole"),
         make_lane=lane,
+        wire=Wire(grid.k, grid.m, flags.paro_comm, flags.paro_inter_dtype, "nccl" if gpu else "gloo"),
         reshard=flags.paro_reshard_after_forward == "on",
-        int8=flags.paro_inter_dtype == "int8",
         late=LATE if getattr(flags, "vocab_parallel", "off") != "off" else frozenset(),
     )
 
@@ -156,17 +149,3 @@ def _grad_scaler(config: Any) -> Any:
         growth_interval=config.loss_scale_window,
         hysteresis=config.hysteresis,
     )
-
-
-def _with_whole_parameters(original: Callable, *, written: bool) -> Callable:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        call = bound(original, args, kwargs)
-        chunks = call["ddp_model" if written else "model"]
-        with ExitStack() as stack:
-            for chunk in chunks:
-                if hasattr(chunk, "whole"):
-                    stack.enter_context(chunk.whole(written=written))
-            return original(*args, **kwargs)
-
-    return wrapper

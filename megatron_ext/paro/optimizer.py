@@ -1,4 +1,4 @@
-"""PaRO's optimizer: Megatron's mixed-precision optimizer over the parts of parameters that this rank updates."""
+"""PaRO's optimizer: Megatron's mixed-precision optimizer over the parts of parameters that a rank updates."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +18,8 @@ class Shard:
     """This rank's part of one parameter: what the optimizer steps on.
 
     Attributes:
-        main: `[elements]` in fp32, with the parameter's attributes; a view of the parameter itself if that has
-            fp32 and its new values need not be kept apart.
+        main: `[elements]` in fp32, with the parameter's attributes; a view of the parameter itself if that
+            has fp32 and its new values need not be kept apart.
     """
 
     def __init__(self, param: Parameter, unit: Unit, index: int):
@@ -47,7 +47,7 @@ class Shard:
 
 
 def make_shards(param_groups: list[dict], chunks: Sequence[ParoDataParallel]) -> list[list[Shard]]:
-    """Shards of the groups' parameters, group by group; parameters of which this rank has nothing are left out."""
+    """Shards of the groups' parameters, group by group, without those of which this rank has nothing."""
     place = {param: found for chunk in chunks for param, found in chunk.place.items()}
     shards = []
     for group in param_groups:
@@ -87,6 +87,8 @@ class ParoOptimizer(MixedPrecisionOptimizer):
         self.members = members
         self.numbers = {param: i for i, param in enumerate(param for group in members for param in group)}
         self.model_chunks = list(chunks)
+        for chunk in chunks:
+            chunk.on_load = self.reload_model_params
         self.grad_stats_parallel_group = stats
 
     @property
@@ -124,10 +126,6 @@ class ParoOptimizer(MixedPrecisionOptimizer):
     def _copy_model_params_to_main_params(self, state_dict: dict | None = None) -> None:
         if state_dict is not None:
             raise ValueError("--load-main-params-from-ckpt is not offered with --paro-strategy: remove it")
-        for chunk in self.model_chunks:
-            for unit in chunk.units:
-                if unit.split and unit.gathered:  # something was loaded into whole parameters
-                    unit.keep_own()
         for shard in self.shards:
             shard.load()
 
@@ -141,7 +139,7 @@ class ParoOptimizer(MixedPrecisionOptimizer):
 
     def record_fields(self) -> dict[str, Any]:
         """For the run record: how the model is split, and what this rank keeps between steps, in bytes."""
-        units = [unit for chunk in self.model_chunks for unit in chunk.units]
+        held = [chunk.held() for chunk in self.model_chunks]
         states = [
             value
             for state in self.optimizer.state.values()
@@ -150,9 +148,9 @@ class ParoOptimizer(MixedPrecisionOptimizer):
         ]
         masters = [shard.main for shard in self.shards if shard.copied]
         kept = {
-            "params": [tensor for unit in units for tensor in (unit.full, unit.rest)],
-            "grads": [t for unit in units if unit.trainable for t in (unit.grads, unit.grad_full)],
-            "optimizer": [*states, *masters, *(unit.staged for unit in units if unit.staged is not None)],
+            "params": [tensor for each in held for tensor in each["weights"]],
+            "grads": [tensor for each in held for tensor in each["gradients"]],
+            "optimizer": [*states, *masters, *(tensor for each in held for tensor in each["optimizer"])],
         }
         setup = self.model_chunks[0].setup
         return {
@@ -160,17 +158,12 @@ class ParoOptimizer(MixedPrecisionOptimizer):
                 "strategy": str(setup.strategy),
                 "groups": setup.grid.k,
                 "members": setup.grid.m,
+                "comm": setup.wire.comm,
                 "bytes": {name: _bytes(tensors) for name, tensors in kept.items()},
                 "units": [
-                    {
-                        "name": unit.name,
-                        "numel": sum(unit.layout.numels),
-                        "padded": unit.padded,
-                        "param_bytes": unit.rest.element_size(),
-                        "grad_bytes": unit.grads.element_size() if unit.trainable else 0,
-                        "late": unit.late,
-                    }
-                    for unit in units
+                    {**unit.describe(), "backward": unit in chunk.passes.reached}
+                    for chunk in self.model_chunks
+                    for unit in chunk.units
                 ],
             }
         }
@@ -183,7 +176,9 @@ class ParoOptimizer(MixedPrecisionOptimizer):
         Raises:
             ValueError: always.
         """
-        raise ValueError("--paro-strategy needs --ckpt-format torch_dist, which writes what ranks hold as one")
+        raise ValueError(
+            "--paro-strategy needs --ckpt-format torch_dist, which writes what ranks hold as one"
+        )
 
     def sharded_state_dict(
         self, model_sharded_state_dict: dict, is_loading: bool = False, metadata: dict | None = None

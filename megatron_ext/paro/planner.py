@@ -12,6 +12,7 @@ from megatron_ext.paro.volume import COMMS, Comm, Totals, Wire, step_bytes, tota
 
 SAME = 0.01
 """Relative difference of predicted step times that counts as none."""
+ROUNDING = 1e-9
 GIB = 1 << 30
 COMM_ORDER: tuple[Comm, ...] = ("two-phase", "ho-ring", "flat")
 """Which kind to take of equals."""
@@ -87,8 +88,8 @@ def ranking(situation: Situation, comms: Sequence[Comm] = COMMS) -> list[Candida
     """All strategies over the given kinds of communication, the one to take first.
 
     Those that fit come first, by predicted time; but of those that are as fast as the fastest (within `SAME`)
-    the one to take is that with the least communication, since what overlap hides it may fail to hide; then
-    with the least memory. Those that do not fit follow by what they need.
+    the one to take is that with the least communication, since what overlap hides it may fail to hide; of
+    equals that with the least memory. Those that do not fit follow by what they need.
     """
     found = [candidate(situation, strategy, comm) for strategy in situation.strategies for comm in comms]
     fitting = sorted((c for c in found if c.fits), key=lambda c: (c.step.total, *_plainness(c)))
@@ -103,11 +104,11 @@ def ranking(situation: Situation, comms: Sequence[Comm] = COMMS) -> list[Candida
 def _best(fitting: list[Candidate]) -> Candidate:
     fastest = [c for c in fitting if _same(c.step.total, fitting[0].step.total)]
     least = min(c.communication for c in fastest)
-    return min((c for c in fastest if _same(c.communication, least)), key=_plainness)
+    return min((c for c in fastest if _same(c.communication, least, ROUNDING)), key=_plainness)
 
 
-def _same(time: float, least: float) -> bool:
-    return time <= least * (1 + SAME)
+def _same(time: float, least: float, tolerance: float = SAME) -> bool:
+    return time <= least * (1 + tolerance)
 
 
 def _plainness(c: Candidate) -> tuple:
@@ -151,7 +152,7 @@ def _merit(best: Candidate, fitting: list[Candidate]) -> str:
     rivals = [c for c in fitting[1:] if _same(c.step.total, fitting[0].step.total)]
     if not any(c.strategy != best.strategy for c in rivals):
         return "it is the fastest"
-    if all(_same(c.communication, best.communication) for c in rivals):
+    if all(_same(c.communication, best.communication, ROUNDING) for c in rivals):
         return "it is among the fastest the one with the least memory"
     return "it is among the fastest the one that communicates least"
 

@@ -1,8 +1,8 @@
 """Int8 in blocks: what crosses the links between groups when gradients and updates are sent quantised.
 
-A block of 256 values travels as one fp32 scale and 256 signed bytes: 1 + 4/256 bytes per element. A value is off
-by at most half a step, which is 1/254 of the largest magnitude in its block. A block that holds a NaN or an
-infinity becomes NaN as a whole, so that nothing is hidden.
+A block of 256 values travels as one fp32 scale and 256 signed bytes: 1 + 4/256 bytes per element. A value is
+off by at most half a step, which is 1/254 of the largest magnitude in its block. A block that holds a NaN or
+an infinity becomes NaN as a whole, so that nothing is hidden.
 """
 
 import torch
@@ -16,13 +16,14 @@ _SCALE_BYTES = 4
 
 
 def wire_bytes(numel: int) -> int:
-    """Bytes that `numel` elements take: one each, and a scale for every block, the last of which may be short."""
+    """Bytes of `numel` elements: one each, and a scale for every block, the last of which may be short."""
     return numel + _SCALE_BYTES * _blocks(numel)
 
 
 def encode(values: Tensor, out: Tensor | None = None) -> Tensor:
     """Scales and bytes `[wire_bytes(n)]` (uint8) of values `[n]` of any float type; into `out` if given."""
-    assert values.dim() == 1 and values.is_floating_point(), (values.shape, values.dtype)
+    assert values.dim() == 1, values.shape
+    assert values.is_floating_point(), values.dtype
     numel = values.numel()
     if out is None:
         out = torch.empty(wire_bytes(numel), dtype=torch.uint8, device=values.device)

@@ -1,7 +1,7 @@
-"""Rings over one process group, in pieces, on a lane beside the caller: what HO-Ring's outer hops are made of.
+"""Rings over one process group, in pieces, on a lane beside the caller: the outer hops of HO-Ring.
 
-Group rank i sends to i + 1 and receives from i - 1. A block travels in pieces, so that what a hop brings can be
-passed on, or spread inside the group, while the rest of the block is still on its way. `Hops` is all that
+Group rank i sends to i + 1 and receives from i - 1. A block travels in pieces, so that what a hop brings can
+be passed on, or spread inside the group, while the rest of the block is still on its way. `Hops` is all that
 depends on the backend; what a piece looks like while it travels is the wire's business (wires.py).
 """
 
@@ -20,14 +20,14 @@ from megatron_ext.schedules.lane import Lane, Ticket
 class Hops:
     """Transfers to the next and from the previous rank, numbered in the order in which they are sent.
 
-    `send` must be called in the order of the numbers. On gloo all receives are posted at once, so that no sender
-    has to ask for one and wait. On NCCL a send and the receive of the same number start together, since a
-    communicator runs one operation after another, and waiting is a matter of streams.
+    On gloo all receives are posted at once, so that no sender has to ask for one and wait. With `paired`, for
+    NCCL, a send and the receive of the same number start together, since a communicator runs one operation
+    after another there, and waiting is a matter of streams.
     """
 
-    def __init__(self, group: ProcessGroup, feature: str, on_gpu: bool):
+    def __init__(self, group: ProcessGroup, feature: str, *, paired: bool):
         self.rank, self.size = group.rank(), group.size()
-        self._group, self._feature, self._on_gpu = group, feature, on_gpu
+        self._group, self._feature, self._paired = group, feature, paired
         self._next, self._previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self._buffers: Sequence[Tensor] = ()
         self._received: list[list[Work]] = []
@@ -36,12 +36,12 @@ class Hops:
     def expect(self, buffers: Sequence[Tensor]) -> None:
         """Where transfer number i is to be received."""
         self._buffers = buffers
-        if not self._on_gpu:
+        if not self._paired:
             self._received = [[self._receive(number)] for number in range(len(buffers))]
 
     def send(self, number: int, tensor: Tensor) -> None:
-        """Start to send; the tensor must stay as it is until `finish`."""
-        if not self._on_gpu:
+        """Start to send, in the order of the numbers; the tensor must stay as it is until `finish`."""
+        if not self._paired:
             to = {"group_dst": self._next, "group": self._group, "feature": self._feature}
             self._sent.append(traffic.isend(tensor, tag=number, **to))
             return
@@ -70,8 +70,8 @@ class Hops:
 def ring_all_gather(hops: Hops, lane: Lane, wire: Wire, spread: Callable[[int, int], None]) -> None:
     """Pass every rank's block around the ring.
 
-    `spread(block, piece)` is called by the caller's thread when that piece is in place, own ones first; it runs
-    beside the hops.
+    `spread(block, piece)` is called by the caller's thread when that piece is in place, own ones first; it
+    runs beside the hops.
     """
     p, i, pieces = hops.size, hops.rank, wire.pieces
 
@@ -103,9 +103,9 @@ def ring_all_gather(hops: Hops, lane: Lane, wire: Wire, spread: Callable[[int, i
 def ring_sum(hops: Hops, lane: Lane, wire: Wire, summand: Callable[[int, int], Tensor]) -> None:
     """Sum every block over the ring; each rank ends with its own.
 
-    `summand(block, piece)` is this rank's share in the accumulator's type, in a tensor that may be overwritten; it
-    is called by the caller's thread and runs beside the hops. The order of addition of block t is that of the
-    ranks t + 1, t + 2, ..., t.
+    `summand(block, piece)` is this rank's share in the accumulator's type, in a tensor that may be
+    overwritten; it is called by the caller's thread and runs beside the hops. The order of addition of block
+    t is that of the ranks t + 1, t + 2, ..., t.
     """
     p, i, pieces = hops.size, hops.rank, wire.pieces
 

@@ -44,8 +44,8 @@ def group_size_divides(args: Namespace) -> str | None:
         f"--paro-group-size {m}" if args.paro_group_size is not None else f"{m} data-parallel ranks per node"
     )
     return (
-        f"{given}: {n} data-parallel ranks (data times context parallelism) cannot be cut into groups of {m}. "
-        f"Set --paro-group-size to one of {sizes}."
+        f"{given}: {n} data-parallel ranks (data times context parallelism) cannot be cut into groups of "
+        f"{m}. Set --paro-group-size to one of {sizes}."
     )
 
 
@@ -89,13 +89,14 @@ _REFUSED = {
     ),
     "perform_rl_step": ("--perform-rl-step", "moves parameters in and out of memory by itself"),
     "inprocess_restart": ("--inprocess-restart", "replaces process groups that the engine holds"),
+    "qk_clip": ("--qk-clip", "scales whole matrices after the optimizer step"),
     "nccl_ub": ("--use-nccl-ub", "registers buffers that are not there"),
 }
 
-_NEED_WHOLE = {
+_READ_BETWEEN = {
     "log_params_norm": "--log-params-norm",
     "save_params_interval": "--save-params-interval",
-    "async_save": "--async-save",
+    "check_weight_hash_across_dp_replicas_interval": "--check-weight-hash-across-dp-replicas-interval",
 }
 
 
@@ -108,16 +109,41 @@ def no_other_owner(args: Namespace) -> str | None:
 
 
 def whole_parameters(args: Namespace) -> str | None:
-    """Options that read parameters between steps, when they are not whole."""
+    """Options that read parameters between steps, when split ones have no storage."""
     levels = _levels(args)
     if levels is None or levels.params is Level.N:
         return None
-    found = [flag for name, flag in _NEED_WHOLE.items() if _set(args, name)]
+    names = {**_READ_BETWEEN, "async_save": "--async-save"}
+    found = ", ".join(flag for name, flag in names.items() if _set(args, name))
     if not found:
         return None
     return (
-        f"--paro-strategy {args.paro_strategy} splits parameters, and {', '.join(found)} reads whole ones between "
-        f"steps. Remove {', '.join(found)}, or take a strategy that begins with N."
+        f"--paro-strategy {levels} splits parameters, and {found} reads whole ones between steps. Remove "
+        f"{found}, or take a strategy that begins with N."
+    )
+
+
+def parameters_up_to_date(args: Namespace) -> str | None:
+    """Options that read parameters right after the optimizer step, when updates are on their way."""
+    levels = _levels(args)
+    updated = levels is not None and levels.params is Level.N < levels.optimizer
+    found = ", ".join(flag for name, flag in _READ_BETWEEN.items() if _set(args, name))
+    if not updated or not found or not _set(args, "overlap_param_gather"):
+        return None
+    return (
+        f"--overlap-param-gather with --paro-strategy {levels} updates parameters while the next step "
+        f"starts, and {found} reads them before that. Remove one of them."
+    )
+
+
+def one_owner_of_weights(args: Namespace) -> str | None:
+    """Weights that are split over further ranks by tensor parallelism are gathered by it."""
+    shards, tensor = args.tensor_parallel_num_weight_shards, args.tensor_model_parallel_size
+    if shards in (None, tensor):
+        return None
+    return (
+        f"--tensor-parallel-num-weight-shards {shards} splits weights over data-parallel ranks, as "
+        f"--paro-strategy {args.paro_strategy} does. Set it to {tensor} or remove it."
     )
 
 
@@ -126,8 +152,8 @@ def plain_optimizers(args: Namespace) -> str | None:
     if args.optimizer in ("adam", "sgd"):
         return None
     return (
-        f"--optimizer {args.optimizer} looks at whole matrices, and --paro-strategy {args.paro_strategy} steps on "
-        "flat parts of them. Use --optimizer adam or sgd."
+        f"--optimizer {args.optimizer} looks at whole matrices, and --paro-strategy {args.paro_strategy} "
+        "steps on flat parts of them. Use --optimizer adam or sgd."
     )
 
 
@@ -147,19 +173,19 @@ def whole_vocabulary_shards(args: Namespace) -> str | None:
     if getattr(args, "vocab_parallel", "off") == "off" or levels is None or levels.params is Level.N:
         return None
     return (
-        f"--paro-strategy {args.paro_strategy} splits parameters, and --vocab-parallel {args.vocab_parallel} uses "
-        "its weights all through a step. Take a strategy that begins with N, such as NIG or NNG."
+        f"--paro-strategy {args.paro_strategy} splits parameters, and --vocab-parallel {args.vocab_parallel} "
+        "uses its weights all through a step. Take a strategy that begins with N, such as NIG or NNG."
     )
 
 
-def int8_needs_global_states(args: Namespace) -> str | None:
-    """Says so where there is nothing to quantise."""
+def int8_needs_a_hop(args: Namespace) -> str | None:
+    """Quantised is what crosses between groups alone."""
     levels = _levels(args)
     if args.paro_inter_dtype == "native" or levels is None or args.paro_comm != "flat":
         return None
     return (
-        "--paro-inter-dtype int8 quantises what crosses between groups, and --paro-comm flat has no hop of its own "
-        "between groups. Use --paro-comm two-phase or ho-ring, or --paro-inter-dtype native."
+        "--paro-inter-dtype int8 quantises what crosses between groups, and --paro-comm flat has no hop of "
+        "its own between groups. Use --paro-comm two-phase or ho-ring, or --paro-inter-dtype native."
     )
 
 
@@ -168,10 +194,12 @@ RULES = (
     group_size_divides,
     no_other_owner,
     whole_parameters,
+    parameters_up_to_date,
+    one_owner_of_weights,
     plain_optimizers,
     distributed_checkpoints,
     whole_vocabulary_shards,
-    int8_needs_global_states,
+    int8_needs_a_hop,
 )
 
 

@@ -4,6 +4,8 @@ Views into a buffer stay valid while its storage is released (resized to nothing
 modules and optimizers keep their tensors whatever the strategy.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -171,6 +173,14 @@ class Unit:
         if self.transient:
             release(self.grad_full)
 
+    @property
+    def owned(self) -> int:
+        """Elements of parameters that this rank updates, alignment and padding left out."""
+        if not self.trainable:
+            return 0
+        ranges = (self.shard(index) for index in range(len(self.params)))
+        return sum(last - first for first, last in ranges)
+
     def point_at_full(self) -> None:
         """`main_grad` of every parameter is its place in `grad_full`: what backward expects."""
         for param, view in zip(self.params, self._views, strict=True):
@@ -191,6 +201,18 @@ class Unit:
         flat = torch.zeros(self.padded, dtype=self.grads.dtype, device=self.grads.device)
         flat[self.own(Level.N, self.strategy.optimizer)] = self.reduced()
         return flat
+
+    def describe(self) -> dict[str, Any]:
+        """For the run record; `UnitSize.of_record` reads it."""
+        return {
+            "name": self.name,
+            "numel": sum(self.layout.numels),
+            "padded": self.padded,
+            "owned": self.owned,
+            "param_bytes": self.rest.element_size(),
+            "grad_bytes": self.grads.element_size() if self.trainable else 0,
+            "late": self.late,
+        }
 
     def check_unchanged(self) -> None:
         """Raises RuntimeError when a parameter was frozen or unfrozen since the buffers were made."""

@@ -101,12 +101,16 @@ def step_bytes(
     microbatches: int,
     *,
     reshard_after_forward: bool = True,
+    updated: bool = True,
 ) -> Volume:
-    """Bytes that each rank sends in a training step; passes over a single rank are left out."""
+    """Bytes that each rank sends in a training step; passes over a single rank are left out.
+
+    `updated` is false for a step that the optimizer skips, because of an infinite gradient say.
+    """
     total: Counter[tuple[str, str]] = Counter()
     for unit in units:
         found = calls(strategy, unit, microbatches, reshard_after_forward=reshard_after_forward)
-        _add(total, unit, found, wire)
+        _add(total, unit, [call for call in found if updated or call.content != "update"], wire)
     return dict(total)
 
 

@@ -91,7 +91,7 @@ def model(read: Numbers, grid: tuple[int, int] | None, types: dict[str, int]) ->
     d = _description(read, types)
     if d is None or grid is None:
         return None, None, 0.0
-    units = units_of(d, grid[0] * grid[1], trainable)
+    units = units_of(d, trainable)
     return units, d.tokens, score_flops(d, units)
 
 

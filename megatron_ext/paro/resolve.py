@@ -1,0 +1,97 @@
+"""`--paro-strategy auto`: the planner's choice for a run, before any process group exists.
+
+Every rank plans from the same arguments and the same file, so all come to the same choice; a rank that did
+not would ask for other process groups, and the registry stops the job for that.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from megatron_ext.paro.groups import data_parallel_groups, group_size
+from megatron_ext.paro.network import Link, Network
+from megatron_ext.paro.strategy import STRATEGIES, Level, Strategy
+
+GPU_INSIDE, GPU_NIC = 300e9, 50e9
+"""Bytes/s assumed of a GPU inside its node, and of a NIC, one for each GPU, when nothing was measured."""
+CPU_INSIDE, CPU_NIC = 2e9, 1.25e9
+"""The same for CPU processes that share one NIC."""
+USABLE = 0.92
+"""Part of a GPU's memory that a plan may fill."""
+
+
+def resolve(args: Namespace, flags: Namespace) -> None:
+    """Set the strategy in both sets of arguments, and say on rank 0 what was chosen and why.
+
+    Raises:
+        ValueError: the model cannot be planned, or the file of bandwidths cannot be used.
+    """
+    from megatron_ext.paro.auto import situation_of_run
+    from megatron_ext.paro.planner import choose
+    from megatron_ext.record import on_gpu
+
+    gpu = on_gpu()
+    n, m = len(data_parallel_groups(args)[0]), group_size(args)
+    network, source = _network(flags, m, gpu)
+    situation = situation_of_run(
+        _with_vocabulary(args),
+        flags,
+        k=n // m,
+        m=m,
+        network=network,
+        gpu=gpu,
+        memory_limit=_memory_limit(gpu),
+        strategies=candidates(flags),
+    )
+    name, reason = choose(situation)
+    args.paro_strategy = flags.paro_strategy = name
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(
+            f"[megatron_ext] --paro-strategy auto: {name} ({source}): {reason}.", file=sys.stderr, flush=True
+        )
+
+
+def _with_vocabulary(args: Namespace) -> Namespace:
+    """The arguments with a padded vocabulary, which Megatron knows only when the tokenizer is built."""
+    if args.padded_vocab_size:
+        return args
+    if args.vocab_size is None:
+        raise ValueError(
+            "--paro-strategy auto plans before there is a tokenizer and does not know the vocabulary's size. "
+            "Give --vocab-size too, or a strategy."
+        )
+    step = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    padded = -(-args.vocab_size // step) * step
+    return Namespace(**{**vars(args), "padded_vocab_size": padded})
+
+
+def candidates(flags: Namespace) -> tuple[Strategy, ...]:
+    """What rules allow with the other features that are on."""
+    if getattr(flags, "vocab_parallel", "off") == "off":
+        return STRATEGIES
+    return tuple(strategy for strategy in STRATEGIES if strategy.params is Level.N)
+
+
+def _network(flags: Namespace, members: int, gpu: bool) -> tuple[Network, str]:
+    if flags.paro_bandwidths is not None:
+        try:
+            text = Path(flags.paro_bandwidths).read_text()
+        except OSError as error:
+            raise ValueError(f"--paro-bandwidths {flags.paro_bandwidths}: {error.strerror}") from None
+        return Network.from_json(text), f"bandwidths of {flags.paro_bandwidths}"
+    inside, nic = (GPU_INSIDE, GPU_NIC) if gpu else (CPU_INSIDE, CPU_NIC)
+    per_nic = 1 if gpu else members
+    network = Network.given(
+        Link(0.0, inside), Link(0.0, nic), members=members, ranks_per_nic=per_nic, rails=gpu
+    )
+    rates = f"{inside / 1e9:g} GB/s inside and {nic / 1e9:g} GB/s per NIC"
+    return network, f"{rates} assumed; measure with megatron-ext probe"
+
+
+def _memory_limit(gpu: bool) -> int | None:
+    if not gpu:
+        return None
+    import torch
+
+    return int(USABLE * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

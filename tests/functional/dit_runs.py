@@ -1,0 +1,26 @@
+"""Real runs of `pretrain_dit.py` for functional tests, in forked ranks."""
+
+import functools
+from pathlib import Path
+
+from tests.functional.runs import REPO, Run, launch, merged, read_record
+from tests.ranks import run_ranks
+
+# 4 layers on 16 tokens a digit, every size divisible by 4, 16 samples a step. No bias on the keys, see configs/.
+MODEL = (
+    "--num-layers 4 --hidden-size 48 --num-attention-heads 4 --disable-bias-linear --normalization RMSNorm "
+    "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 "
+    "--clip-grad 1.0 --hidden-dropout 0 --attention-dropout 0 --eval-iters 0 --log-interval 1 --seed 7 "
+    "--init-method-std 0.1 --ckpt-format torch_dist"
+).split()
+
+
+def train(folder: Path, world: int, *extra: str, steps: int = 10, check: bool = True, timeout: float = 150) -> Run:
+    """Train in `world` forked ranks on CPU with the record in `folder`; `extra` flags override the model's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    args = merged(
+        MODEL, ["--train-iters", str(steps)], list(extra), ["--ext-report", str(folder / "record")]
+    )
+    body = functools.partial(launch, ["--cpu", str(REPO / "pretrain_dit.py"), *args], folder)
+    ranks = run_ranks(world, body, timeout=timeout, check=check)
+    return Run(folder, ranks, read_record(folder / "record", world))
