@@ -107,8 +107,9 @@ def _become_rank(parent: int, outputs: dict[int, int]) -> None:
         os.dup2(write, stream)
         os.close(write)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    if nothing:  # 0 where netlab itself was started without stdin
+        os.dup2(nothing, 0)
+        os.close(nothing)
     # Objects that the parent put in their place, such as pytest's, must not be used here.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)

@@ -9,7 +9,7 @@ and the other way round. The distributed optimizer's fully reshardable ones are 
                                                 optimizer's are `param`, of all parameters
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,17 +52,10 @@ def content_metadata(chunk: Any, *, reshardable: bool) -> dict[str, Any]:
 
 def save(optimizer: Any, model_state: dict, metadata: Mapping | None) -> dict[str, Any]:
     """Sharded state dict of the optimizer: what all ranks share, and this rank's share of the states."""
-    entries, kept = _entries(model_state), {}
-    for share in shares(_units(optimizer)):
-        unit = share.unit
-        for name in _kept(optimizer, unit, written=True, metadata=metadata):
-            flat = _whole(optimizer, unit, name)
-            for index in share.mine:
-                entry = entries[id(unit.params[index])]
-                value = host_copy(unit.view(flat, index))
-                kept[_name(optimizer, share, index, name)] = written_here(
-                    entry, value, _key(name, entry, metadata)
-                )
+    kept = {}
+    for share, name in _pairs(optimizer, metadata, written=True):
+        values = _gathered(optimizer, share, name)
+        kept.update(_entries(optimizer, model_state, metadata, share, name, values))
     return {**_common(optimizer, metadata), _OURS: kept}
 
 
@@ -74,14 +67,16 @@ def _common(optimizer: Any, metadata: Mapping | None) -> dict[str, Any]:
         for group in optimizer.optimizer.param_groups
     ]
     scaler = {"grad_scaler": optimizer.grad_scaler.state_dict()} if optimizer.grad_scaler else {}
+    if _SHARDING in (metadata or {}) or (step and not _steps_by_parameter(optimizer)):
+        groups = [{**group, "step": step} for group in groups]
     if _SHARDING in (metadata or {}):
         return {
-            "optimizer": {"param_groups": [{**group, "step": step} for group in groups]},
+            "optimizer": {"param_groups": groups},
             "param_state_sharding_type": metadata[_SHARDING],
             **scaler,
         }
     inner: dict[str, Any] = {"state": {}, "param_groups": groups}
-    if step:
+    if step and _steps_by_parameter(optimizer):
         inner["state"]["common_step"] = torch.tensor(float(step))
     return {"optimizer": inner, **scaler} if optimizer.config.fp16 or optimizer.config.bf16 else inner
 
@@ -97,15 +92,16 @@ def _step(optimizer: Any) -> int:
     return int(most)
 
 
-def _whole(optimizer: Any, unit: Unit, name: str) -> Tensor:
-    """One kept value of a whole unit, on every rank."""
+def _gathered(optimizer: Any, share: Share, name: str) -> dict[int, Tensor]:
+    """One kept value of the parameters in the share; the whole unit is put together on every rank."""
+    unit = share.unit
     flat = torch.zeros(unit.padded, dtype=torch.float32, device=unit.rest.device)
     part = flat[unit.own(Level.N, unit.strategy.optimizer)]
     for shard in optimizer.shards:
         if shard.unit is unit:
             unit.cut_states(part, shard.index).copy_(_value(optimizer, shard, name))
     _exact(optimizer).gather(flat, unit.strategy.optimizer, Level.N)
-    return flat
+    return {index: host_copy(unit.view(flat, index)) for index in sorted(share.mine)}
 
 
 def _value(optimizer: Any, shard: Any, name: str) -> Tensor:
@@ -131,16 +127,10 @@ def load_request(optimizer: Any, model_state: dict, metadata: Mapping | None) ->
             "which follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable, "
             "or load it with --no-load-optim."
         )
-    entries, kept = _entries(model_state), {}
-    for share in shares(_units(optimizer)):
-        unit = share.unit
-        for name in _kept(optimizer, unit, written=False, metadata=metadata):
-            for index in share.mine:
-                entry = entries[id(unit.params[index])]
-                value = to_fill(unit.params[index], torch.float32)
-                kept[_name(optimizer, share, index, name)] = written_here(
-                    entry, value, _key(name, entry, metadata)
-                )
+    kept = {}
+    for share, name in _pairs(optimizer, metadata, written=False):
+        values = {i: to_fill(share.unit.params[i], torch.float32) for i in sorted(share.mine)}
+        kept.update(_entries(optimizer, model_state, metadata, share, name, values))
     return {_OURS: kept, _SOURCE: LocalNonpersistentObject(dict(metadata or {}))}
 
 
@@ -161,26 +151,25 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
     matched = optimizer._filter_and_reorder_param_groups(current, saved)
     for group, loaded in zip(current, matched, strict=True):
         group.update({key: value for key, value in loaded.items() if key not in ("params", "step")})
-    _distribute(optimizer, state.get(_OURS, {}), state[_SOURCE])
+    for share, name in _pairs(optimizer, state[_SOURCE], written=False):
+        _distribute(optimizer, share, name, state.get(_OURS, {}))
     _set_step(optimizer, inner.get("state", {}).get("common_step", saved[0].get("step", 0)))
     if optimizer.grad_scaler and "grad_scaler" in state:
         optimizer.grad_scaler.load_state_dict(state["grad_scaler"])
 
 
-def _distribute(optimizer: Any, loaded: dict[str, Any], metadata: Mapping) -> None:
-    """Every rank keeps of the loaded tensors the parts that it updates."""
-    for share in shares(_units(optimizer)):
-        unit = share.unit
-        for name in _kept(optimizer, unit, written=False, metadata=metadata):
-            flat = torch.zeros(unit.padded, dtype=torch.float32, device=unit.rest.device)
-            for index in share.mine:
-                unit.view(flat, index).copy_(loaded[_name(optimizer, share, index, name)])
-            # One rank has each value and the others zeros, so their sum is that value exactly.
-            _exact(optimizer).sync(flat, Level.N, unit.strategy.optimizer)
-            part = flat[unit.own(Level.N, unit.strategy.optimizer)]
-            for shard in optimizer.shards:
-                if shard.unit is unit:
-                    _put(optimizer, shard, name, unit.cut_states(part, shard.index))
+def _distribute(optimizer: Any, share: Share, name: str, loaded: dict[str, Any]) -> None:
+    """Every rank keeps of one loaded value of a unit the parts that it updates."""
+    unit = share.unit
+    flat = torch.zeros(unit.padded, dtype=torch.float32, device=unit.rest.device)
+    for index in share.mine:
+        unit.view(flat, index).copy_(loaded[_name(optimizer, share, index, name)])
+    # One rank has each value and the others zeros, so their sum is that value exactly.
+    _exact(optimizer).sync(flat, Level.N, unit.strategy.optimizer)
+    part = flat[unit.own(Level.N, unit.strategy.optimizer)]
+    for shard in optimizer.shards:
+        if shard.unit is unit:
+            _put(optimizer, shard, name, unit.cut_states(part, shard.index))
 
 
 def _put(optimizer: Any, shard: Any, name: str, value: Tensor) -> None:
@@ -191,27 +180,34 @@ def _put(optimizer: Any, shard: Any, name: str, value: Tensor) -> None:
 
 
 def _set_step(optimizer: Any, step: Any) -> None:
-    """torch's own Adam counts steps for each parameter, fused ones of other libraries for each group."""
-    inner = optimizer.optimizer
     if optimizer.config.optimizer != "adam" or not step:
         return
-    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+    if _steps_by_parameter(optimizer):
         for shard in optimizer.shards:
-            inner.state[shard.main]["step"] = torch.tensor(float(step))
+            optimizer.optimizer.state[shard.main]["step"] = torch.tensor(float(step))
     else:
-        for group in inner.param_groups:
+        for group in optimizer.optimizer.param_groups:
             group["step"] = int(step)
+
+
+def _steps_by_parameter(optimizer: Any) -> bool:
+    """Whether it is torch's own Adam; fused ones of other libraries count steps for each group."""
+    return isinstance(optimizer.optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
 
 # --- what is kept, and under which name ---------------------------------------------------------------------
 
 
-def _kept(optimizer: Any, unit: Unit, *, written: bool, metadata: Mapping | None) -> list[str]:
-    """Names of all values kept of a unit's parameters; master weights where they are not the parameters."""
+def _pairs(optimizer: Any, metadata: Mapping | None, *, written: bool) -> Iterator[tuple[Share, str]]:
+    """Every unit's share with each value that is kept of its parameters, in one order on all ranks."""
     names = _STATES[optimizer.config.optimizer]
     if optimizer.config.optimizer == "sgd" and not optimizer.config.sgd_momentum:
         names = ()
-    return [*names, *([MASTER] if _has_masters(unit, written, metadata or {}) else [])]
+    units = [unit for chunk in optimizer.model_chunks for unit in chunk.units if unit.trainable]
+    for share in shares(units):
+        for name in (*names, MASTER):
+            if name != MASTER or _has_masters(share.unit, written, metadata or {}):
+                yield share, name
 
 
 def _has_masters(unit: Unit, written: bool, metadata: Mapping) -> bool:
@@ -234,10 +230,6 @@ def _key(name: str, entry: Entry, metadata: Mapping | None) -> str:
     return f"optimizer.state.{master if name == MASTER else name}.{entry.key}"
 
 
-def _units(optimizer: Any) -> list[Unit]:
-    return [unit for chunk in optimizer.model_chunks for unit in chunk.units if unit.trainable]
-
-
 def _exact(optimizer: Any) -> Any:
     return optimizer.model_chunks[0].setup.exact
 
@@ -246,10 +238,17 @@ def _device(optimizer: Any) -> torch.device:
     return optimizer.model_chunks[0].units[0].rest.device
 
 
-def _entries(model_state: dict) -> dict[int, Entry]:
-    """The model's own entries, by the parameter that they hold."""
-    return {
+def _entries(
+    optimizer: Any, model_state: dict, metadata: Mapping | None, share: Share, name: str, values: dict
+) -> dict[str, Entry]:
+    """Values of parameters, described like the parameters themselves."""
+    described = {
         id(entry.data): entry
         for entry in nested_values(model_state)
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
     }
+    found = {}
+    for index, value in values.items():
+        entry = described[id(share.unit.params[index])]
+        found[_name(optimizer, share, index, name)] = written_here(entry, value, _key(name, entry, metadata))
+    return found

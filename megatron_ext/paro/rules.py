@@ -70,10 +70,6 @@ _REFUSED = {
         "--reuse-grad-buf-for-mxfp8-param-ag",
         "shares gradient buffers that are not there",
     ),
-    "use_layer_wise_distributed_optimizer": (
-        "--use-layer-wise-distributed-optimizer",
-        "splits optimizer states by layer",
-    ),
     "load_main_params_from_ckpt": (
         "--load-main-params-from-ckpt",
         "reads master weights from a checkpoint of whole parameters",

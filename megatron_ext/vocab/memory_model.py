@@ -76,6 +76,10 @@ def plan_of_run(
     Raises:
         ValueError: the model does not cover this run; the text says why.
     """
+    if getattr(args, "paro_strategy", "off") != "off":
+        raise ValueError(
+            "PaRO splits weights, gradients and optimizer states: `megatron-ext plan paro` plans its memory."
+        )
     d = model_description(args, gpu=gpu, vocab=vocab)
     return plan_memory(d, planned_program(d, microbatches))
 

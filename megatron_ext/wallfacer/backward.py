@@ -75,6 +75,7 @@ def backward(
             dq, dkv = _keys_travel(chunk, side, bundle)
         else:
             dq, dkv = _queries_travel(chunk, side, bundle)
+        lease.keep_only(dq, dkv)
         summing, own = _start_query_sum(chunk, dq)
         own_keys = yield from bring_home(chunk, dkv, travelled=travels == "keys")
         summing.wait()
@@ -88,15 +89,14 @@ def _keys_travel(chunk: Chunk, side: Side, bundle: Tensor) -> tuple[Tensor, Tens
     steps = call.plan.key_steps(call.rank)
     hops = [step.hop for step in steps]
     query_grad = lease.zeros(side.query.shape, call.wide)
-    part = lease.take(bundle.shape, call.wide)
-    following = FollowingSum(chunk.hop_grads, *chunk.mailboxes(bundle.shape, hops), hops)
+    outbox, inbox, part = chunk.mailboxes(bundle.shape, hops)
+    following = FollowingSum(chunk.hop_grads, outbox, inbox, hops)
     out = _outputs(chunk, side)
     arriving = circulate(chunk.hop, [bundle], chunk.spares([bundle], hops), hops)
     for step, (keys,) in zip(steps, arriving, strict=True):
         part.zero_()
         _add_gradients(call, step.tiles, side, out, keys, query_grad, part)
         following.add(part)
-    lease.drop(part)
     return query_grad, following.result()
 
 
@@ -106,8 +106,8 @@ def _queries_travel(chunk: Chunk, side: Side, bundle: Tensor) -> tuple[Tensor, T
     steps = call.plan.query_steps(call.rank)
     hops = [step.hop for step in steps]
     bundle_grad = lease.zeros(bundle.shape, call.wide)
-    part = lease.take(side.query.shape, call.wide)
-    following = FollowingSum(chunk.hop_grads, *chunk.mailboxes(side.query.shape, hops), hops)
+    outbox, inbox, part = chunk.mailboxes(side.query.shape, hops)
+    following = FollowingSum(chunk.hop_grads, outbox, inbox, hops)
     own = [x.contiguous() for x in side.tensors()]
     for step, here in zip(steps, circulate(chunk.hop, own, chunk.spares(own, hops), hops), strict=True):
         present = Side(*here)
@@ -117,18 +117,15 @@ def _queries_travel(chunk: Chunk, side: Side, bundle: Tensor) -> tuple[Tensor, T
         if out is not present.statistics:
             lease.drop(out)
         following.add(part)
-    lease.drop(part)
     query_grad = following.result()
     left = -(0, *hops)[-1] % call.geometry.ring_length
     if left:
         home = lease.take(query_grad.shape, query_grad.dtype)
         chunk.hop_grads([query_grad], [home], left).wait()
-        lease.drop(query_grad)
         query_grad = home
     total = bundle_grad
     if call.grad_type != call.wide:
         total = lease.take(bundle.shape, call.grad_type).copy_(bundle_grad)
-        lease.drop(bundle_grad)
     return query_grad, total
 
 

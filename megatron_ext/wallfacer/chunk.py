@@ -100,10 +100,13 @@ class Chunk:
         ]
         return [first, second]
 
-    def mailboxes(self, shape: Sequence[int], hops: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """The two buffers of a `FollowingSum`; with a single step nothing is received."""
+    def mailboxes(self, shape: Sequence[int], hops: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """(outbox, inbox, part of a step) for a `FollowingSum`; one buffer if a single step needs no more."""
         outbox = self.lease.take(shape, self.call.grad_type)
-        return outbox, self.lease.take(shape, self.call.grad_type) if len(hops) > 1 else outbox
+        alone = len(hops) <= 1
+        inbox = outbox if alone else self.lease.take(shape, self.call.grad_type)
+        same = alone and self.call.grad_type == self.call.wide
+        return outbox, inbox, outbox if same else self.lease.take(shape, self.call.wide)
 
     def hop(self, sends: Sequence[Tensor], receives: Sequence[Tensor], distance: int) -> Pending:
         """Pass tensors on along the ring."""

@@ -60,7 +60,7 @@ def forward(
         if call.groups.team is None:
             out.copy_(total if share is None else total.mul_(share.unsqueeze(-1)))
             return
-        lease.drop(query)
+        lease.keep_only(total)
         parts = lease.take(total.shape, call.sum_type)
         unsort_rows(total, call.team_rows, parts, share)
         lease.drop(total)
@@ -96,8 +96,7 @@ def _attend(chunk: Chunk, query: Tensor, bundle: Tensor) -> tuple[Tensor, Tensor
 
 
 def _final_shares(chunk: Chunk, own: Tensor, sink: Tensor | None, lse: Tensor) -> Tensor | None:
-    """Fill `lse` with that of all keys; returns this rank's share of each row's output, None for all of
-    it."""
+    """Fill `lse` with that of all keys; returns this rank's share of each row's output, or None for all."""
     group = chunk.call.groups.team_sums
     if group is None and sink is None:
         lse.copy_(own)
@@ -105,7 +104,7 @@ def _final_shares(chunk: Chunk, own: Tensor, sink: Tensor | None, lse: Tensor) -
     lses = own.unsqueeze(0)
     if group is not None:
         lses = chunk.lease.take((group.size(), *own.shape), own.dtype)
-        comm.gather(lses, own, group).wait()
+        comm.gather(lses.flatten(0, 1), own, group).wait()
     total, share = combine(lses, own, sink)
     lse.copy_(total)
     return share

@@ -27,7 +27,7 @@ from megatron_ext.wallfacer.options import Options
 from megatron_ext.wallfacer.plan import Plan, make_plan
 from megatron_ext.wallfacer.rows import unsort_rows
 from megatron_ext.wallfacer.scratch import Scratch
-from megatron_ext.wallfacer.sequence import Layout
+from megatron_ext.wallfacer.sequence import Layout, whole
 from megatron_ext.wallfacer.tiles import Mask
 from megatron_ext.wallfacer.volume import Cost, Shape
 
@@ -142,13 +142,15 @@ class Rings:
         return Call(plan, self.groups, self.options, kernel, self.rank, scale, q.dtype, q.device)
 
     def _judge(self, plan: Plan) -> None:
-        """Warn once about layouts that keep ranks waiting; packed documents differ from call to call."""
+        """Warn once about a split that keeps ranks waiting. Documents, which differ from call to call, are
+        left out."""
         key = (plan.layout.split, plan.mask)
-        if key in self._judged:
+        if self.rank or key in self._judged:
             return
         self._judged.add(key)
-        warning = plan.warning()
-        if warning and self.rank == 0:
+        plain = make_plan(self.geometry, whole(plan.layout.length, plan.layout.split), plan.mask)
+        warning = plain.warning()
+        if warning:
             LOG.warning("%s", warning)
 
     def _chunks(self, *tensors: Tensor) -> Sequence[tuple[Tensor, ...]]:

@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_ext.layout import Grid
-
-AXES = {"g": "group", "p": "position", "a": "member"}
 ORDERS = ("gpa", "gap", "pga", "pag", "agp", "apg")
-"""Axes from the slowest to the fastest over context-parallel ranks; gpa makes teams of neighbours."""
+"""Axes (g groups of teams, p positions in rings, a members of teams) from the slowest to the fastest over
+context-parallel ranks; gpa makes teams of neighbours."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Geometry:
         if self.order not in ORDERS:
             raise ValueError(f"order {self.order!r}: choose one of {', '.join(ORDERS)}")
 
-    @property
+    @cached_property
     def ring_length(self) -> int:
         """R, attention steps of a rank."""
         return self.size // (self.team_size * self.bundle_size)
@@ -85,9 +83,14 @@ class Geometry:
     # --- numbers and ranks ---------------------------------------------------------------------------------
 
     @cached_property
-    def _grid(self) -> Grid:
-        sizes = {"group": self.bundle_size, "position": self.ring_length, "member": self.team_size}
-        return Grid((AXES[letter], sizes[AXES[letter]]) for letter in reversed(self.order))
+    def _strides(self) -> tuple[int, int, int]:
+        """Distance between neighbours on the axes g, p and a."""
+        sizes = {"g": self.bundle_size, "p": self.ring_length, "a": self.team_size}
+        stride, found = 1, {}
+        for letter in reversed(self.order):
+            found[letter] = stride
+            stride *= sizes[letter]
+        return found["g"], found["p"], found["a"]
 
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
@@ -100,6 +103,10 @@ class Geometry:
             numbers[rank] = number
         return tuple(numbers)
 
+    @cached_property
+    def _places(self) -> tuple[Place, ...]:
+        return tuple(Place(*self._split(number)) for number in self._numbers)
+
     def _split(self, number: int) -> tuple[int, int, int]:
         team, member = divmod(number, self.team_size)
         group, position = divmod(team, self.ring_length)
@@ -107,7 +114,8 @@ class Geometry:
 
     def rank_at(self, group: int, position: int, member: int) -> int:
         """The rank at a place."""
-        return self._grid.rank(group=group, position=position, member=member)
+        across, along, inside = self._strides
+        return group * across + position * along + member * inside
 
     def rank_of(self, number: int) -> int:
         """The rank of a number."""
@@ -119,7 +127,7 @@ class Geometry:
 
     def place(self, rank: int) -> Place:
         """Where `rank` stands."""
-        return Place(*self._split(self.number_of(rank)))
+        return self._places[rank]
 
     # --- teams, rings and bundles: ascending ranks, which is their order in a process group ----------------
 

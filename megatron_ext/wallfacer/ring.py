@@ -59,11 +59,11 @@ class FollowingSum:
         self._first = True
 
     def add(self, part: Tensor) -> None:
-        """Add this step's part; it may be overwritten afterwards."""
+        """Add this step's part; it may be overwritten afterwards. The only step's may be in the outbox."""
         self._pending.wait()
-        if self._first:
+        if self._first and part is not self._outbox:
             self._outbox.copy_(part)
-        else:
+        elif not self._first:
             torch.add(part, self._inbox, out=self._outbox)
         self._first = False
         if self._distances:

@@ -86,8 +86,12 @@ class Lease:
         if buffer is not None:
             self._scratch._give(buffer)
 
+    def keep_only(self, *tensors: Tensor) -> None:
+        """Give all other buffers back early."""
+        kept = {tensor.data_ptr() for tensor in tensors}
+        for pointer in [pointer for pointer in self._taken if pointer not in kept]:
+            self._scratch._give(self._taken.pop(pointer))
+
     def close(self) -> None:
         """Give everything back."""
-        for buffer in self._taken.values():
-            self._scratch._give(buffer)
-        self._taken.clear()
+        self.keep_only()

@@ -1,4 +1,4 @@
-"""For tests of PaRO's engine without a training script: a tiny GPT, its wrapper and optimizer in each rank."""
+"""For tests of PaRO's engine without a training script: a tiny GPT, its wrapper and its optimizer."""
 
 import functools
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from megatron_ext.paro.blocks import Grid
 from megatron_ext.paro.strategy import Level, Strategy
 from tests.dist.paro_groups import hybrid_groups
 
-VOCAB, LENGTH, SAMPLES = 48, 8, 4  # samples of a step, over all ranks
+VOCAB, LENGTH, SAMPLES = 48, 8, 12  # samples of a step, over all ranks
 STATES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 

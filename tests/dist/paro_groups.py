@@ -25,13 +25,12 @@ BLOCK = 700  # elements of a rank: several pieces, the last of them short, and n
 
 
 def on_grids(*grids, comms=COMMS):
-    """Decorator: run the test body (groups, comm) in forked ranks, for every grid and kind of collectives."""
+    """Decorator: run the test body (groups, comm) in forked ranks of every grid, for all kinds in turn."""
 
     def decorate(body):
-        @pytest.mark.parametrize("comm", comms)
         @pytest.mark.parametrize("grid", grids or GRIDS, ids=lambda grid: f"{grid[0]}x{grid[1]}")
-        def test(grid, comm):
-            run_ranks(grid[0] * grid[1], partial(in_rank, body, grid, comm), timeout=120)
+        def test(grid):
+            run_ranks(grid[0] * grid[1], partial(in_rank, body, grid, comms), timeout=240)
 
         test.__name__, test.__doc__ = body.__name__, body.__doc__
         return test
@@ -39,13 +38,19 @@ def on_grids(*grids, comms=COMMS):
     return decorate
 
 
-def in_rank(body, grid, comm):
+def in_rank(body, grid, comms):
+    """What a rank does."""
     wires.SMALLEST_PIECE = 512
     dist.init_process_group("gloo")
-    result = body(hybrid_groups(*grid), comm)
+    groups = hybrid_groups(*grid)
+    for comm in comms:
+        try:
+            body(groups, comm)
+        except BaseException as error:
+            error.add_note(f"collectives: {comm}")
+            raise
     dist.barrier()
     dist.destroy_process_group()
-    return result
 
 
 def hybrid_groups(k: int, m: int, ending: str = "") -> HybridGroups:

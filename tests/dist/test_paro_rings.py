@@ -2,7 +2,6 @@
 
 import os
 import threading
-from functools import partial
 
 import pytest
 import torch
@@ -29,7 +28,6 @@ from tests.dist.paro_groups import (
     bytes_sent,
     check_gather,
     hybrid_groups,
-    in_rank,
     integers,
     on_grids,
     summands,
@@ -147,9 +145,7 @@ def test_wrong_names():
         make_collectives("flat", groups, inter_dtype="int8")
 
 
-def test_grid_of_the_groups():
-    def body(groups, comm):
-        return groups.grid()
-
-    results = run_ranks(6, partial(in_rank, body, (3, 2), ""), timeout=60)
-    assert [r.value for r in results] == [Grid.of(rank, 3, 2) for rank in range(6)]
+@on_grids(comms=["any"])
+def test_grid_of_the_groups(groups, comm):
+    k, m = groups.groups.size(), groups.members.size()
+    assert groups.grid() == Grid.of(dist.get_rank(), k, m)

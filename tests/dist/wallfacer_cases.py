@@ -16,6 +16,7 @@ from megatron_ext.wallfacer.sequence import Layout, whole
 from megatron_ext.wallfacer.tiles import CAUSAL, Mask
 from megatron_ext.wallfacer.volume import Cost, Shape, totals
 
+DEFAULT = Options()
 NAMES = ("out", "dq", "dk", "dv", "dsink")
 
 
@@ -99,7 +100,7 @@ def own_part(x: torch.Tensor, layout: Layout, rank: int, size: int) -> torch.Ten
 
 
 @functools.cache
-def rings(geometry: Geometry, options: Options = Options()) -> Rings:
+def rings(geometry: Geometry, options: Options = DEFAULT) -> Rings:
     """With groups of its own. All ranks must ask for the same in the same order."""
     made = {}
     for name, lists in rank_lists(geometry, [tuple(range(geometry.size))]).items():

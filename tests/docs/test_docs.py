@@ -26,6 +26,7 @@ OTHERS = {
     "git": {"--branch"},
     "sbatch": {"--gpus-per-node", "--nodes", "--dependency"},
     "scripts/test.sh": {"--full"},
+    "unshare": {"--user", "--map-root-user"},
 }
 # What runs write, and paths of upstream's checkout.
 OUTPUTS = re.compile(
@@ -50,6 +51,7 @@ def known_flags() -> set[str]:
     flags = set(parser._option_string_actions) | {"--cpu", "--help", "--version"}
     helps = [["-m", "megatron_ext", tool] for tool in cli.TOOLS]
     helps += [["scripts/bench/vocab.py", command] for command in ("train", "paced")]
+    helps += [["-m", "megatron_ext.netlab", "run"]]
     for program in helps:
         text = subprocess.run(
             [sys.executable, *program, "--help"],

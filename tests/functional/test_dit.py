@@ -1,0 +1,149 @@
+"""The diffusion transformer: every layout trains like one rank, resumes exactly, and draws what it learnt.
+
+Losses of 10 steps to 1e-5 relative, grad norms to 1e-4, every gradient of step 1 within 5e-6 of the largest, from
+a checkpoint that was trained for some steps: at the start AdaLN-Zero lets no gradient through to the layers.
+"""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron_ext.grads import assemble
+from megatron_ext.tools.grads import judge
+from tests.functional.dit_runs import train
+from tests.functional.runs import REPO, Run, assert_close, launch
+from tests.ranks import run_ranks
+
+TP = ["--tensor-model-parallel-size", "2"]
+SP = [*TP, "--sequence-parallel"]
+PP = ["--pipeline-model-parallel-size", "2"]
+DISTOPT = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+full = pytest.mark.full
+
+# name: world, flags, a kind of communication that this layout cannot do without
+LAYOUTS = {
+    "tp2-sp": (2, SP, "reduce_scatter"),
+    "pp2": (2, PP, "send"),
+    "dp2-distopt": (2, DISTOPT, "reduce_scatter"),
+    "tp2": (2, TP, "all_reduce"),
+    "pp2-interleaved": (2, [*PP, "--num-layers-per-virtual-pipeline-stage", "1"], "send"),
+    "pp2-dp2-distopt": (4, [*PP, *DISTOPT], "reduce_scatter"),
+    "tp2-sp-pp2": (4, [*SP, *PP], "send"),
+    "tp2-sp-recompute": (2, [*SP, *RECOMPUTE], "reduce_scatter"),
+}
+SUBSET = {"tp2-sp", "pp2", "dp2-distopt", "pp2-dp2-distopt"}
+CASES = [pytest.param(name, marks=[] if name in SUBSET else [full]) for name in LAYOUTS]
+DRAW = "--dit-samples samples --dit-samples-per-class 2 --dit-sample-steps 3".split()
+
+
+@pytest.fixture(scope="module")
+def seed(tmp_path_factory) -> list[str]:
+    """Flags that load a checkpoint whose gates are open."""
+    folder = tmp_path_factory.mktemp("seed")
+    save = ["--save", str(folder / "seed"), "--save-interval", "20", "--no-save-optim", "--no-save-rng"]
+    train(folder, 1, "--lr", "1e-2", *save, steps=20)
+    return ["--load", str(folder / "seed"), "--finetune", "--no-load-optim", "--no-load-rng"]
+
+
+@pytest.fixture(scope="module")
+def trained(seed, tmp_path_factory):
+    """Name of a layout, or "one", to its run; made at first use, with a checkpoint every 5 steps."""
+    made: dict[str, Run] = {}
+
+    def get(name: str) -> Run:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            world, flags, _ = LAYOUTS.get(name, (1, [], None))
+            check = ["--ext-check", "replicas", "--save", str(folder / "ckpt"), "--save-interval", "5"]
+            made[name] = train(folder, world, *seed, *flags, *check, *DRAW, "--ext-dump-grads", str(folder))
+        return made[name]
+
+    return get
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layout_trains_like_one_rank(trained, name):
+    one, run = trained("one"), trained(name)
+    assert_close(one.losses(), run.losses(), 1e-5)
+    assert_close(one.grad_norms(), run.grad_norms(), 1e-4)
+    verdict = judge(assemble(one.folder), assemble(run.folder), 5e-6)
+    assert verdict.within, str(verdict)
+    assert len(run.losses()) == 10
+    assert run.traffic(LAYOUTS[name][2]) > 0
+
+
+def test_gradients_reach_every_weight(trained):
+    """Otherwise the comparison above would say nothing."""
+    gradients = assemble(trained("one").folder)
+    assert any(name.startswith("conditioner.") for name in gradients)
+    assert any("linear_qkv" in name for name in gradients)
+    largest = max(value.abs().max() for value in gradients.values())
+    small = {name: float(value.abs().max() / largest) for name, value in gradients.items()}
+    assert min(small.values()) > 1e-3, small
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layout_draws_the_same_samples(trained, name):
+    one, run = (Image.open(trained(n).folder / "samples" / "samples.png") for n in ("one", name))
+    assert one.size == (2 * 10 * 4, 10 * 10 * 4)  # 10 classes x 2 samples of 8 x 8 pixels with a border, x 4
+    difference = np.asarray(one).astype(int) - np.asarray(run).astype(int)
+    assert abs(difference).max() <= 2
+    assert np.asarray(one).std() > 10
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "exact"),
+    [
+        ("pp2", "pp2", True),
+        pytest.param("dp2-distopt", "dp2-distopt", True, marks=full),
+        pytest.param("pp2", "tp2-sp", False, marks=full),
+        pytest.param("tp2-sp", "pp2-interleaved", False, marks=full),
+    ],
+)
+def test_resume(trained, tmp_path, saved, loaded, exact):
+    """Steps 6 to 10 from the checkpoint of step 5, optimizer included, in the same layout or in another."""
+    straight = trained(saved)
+    world, flags, _ = LAYOUTS[loaded]
+    load = ["--load", str(straight.folder / "ckpt"), "--ckpt-step", "5"]
+    load += [] if exact else ["--no-load-rng"]
+    losses = train(tmp_path, world, *flags, *load).losses()
+    expected = {step: loss for step, loss in straight.losses().items() if step > 5}
+    assert_close(expected, losses, 0.0 if exact else 1e-5)
+
+
+def test_sequence_that_is_not_the_picture_is_refused(tmp_path):
+    run = train(tmp_path, 1, "--seq-length", "17", "--dit-evaluate", "--dit-data", "random", check=False)
+    assert run.ranks[0].exit_code == 2
+    assert "2 problems, nothing was started" in run.output
+    assert "--seq-length 17, but the picture is 16 tokens" in run.output
+    assert "--dit-evaluate judges samples by the real digits" in run.output
+
+
+@full
+def test_videos_of_random_values(tmp_path):
+    """3-D patches, several channels; noise prediction on the cosine path; validation."""
+    flags = "--dit-data random --dit-frames 4 --dit-frame-patch 2 --dit-channels 3 --dit-num-classes 3"
+    flags += " --dit-path cosine --dit-prediction noise --eval-iters 1"
+    one = train(tmp_path / "one", 1, *flags.split(), *DRAW, steps=4)
+    two = train(tmp_path / "two", 2, *flags.split(), *DISTOPT, steps=4)
+    assert_close(one.losses(), two.losses(), 1e-5)
+    assert "validation" in one.output
+    picture = Image.open(tmp_path / "one" / "samples" / "samples.png")
+    assert picture.mode == "RGB"
+    assert picture.size == (2 * 4 * 10 * 4, 3 * 10 * 4)
+
+
+@full
+def test_samples_look_like_their_class(tmp_path):
+    """The command of configs/dit-digits-cpu.yaml: at least 70 % of its samples are taken for their class."""
+    config = ["--cpu", "--ext-config", str(REPO / "configs" / "dit-digits-cpu.yaml")]
+    flags = ["--dit-samples", str(tmp_path), "--dit-samples-per-class", "20", "--dit-evaluate"]
+    argv = [*config, str(REPO / "pretrain_dit.py"), *flags]
+    run_ranks(2, lambda: launch(argv), timeout=1500)
+    verdict = json.loads((tmp_path / "samples.json").read_text())
+    assert verdict["on_real_digits"] > 0.95
+    assert verdict["num_samples"] == 200
+    assert verdict["on_samples"] >= 0.7
