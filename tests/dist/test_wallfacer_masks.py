@@ -30,6 +30,7 @@ def test_packed_documents():
         packed([0, 256, 320, 1024]),
         packed([0, 256, 320, 1024], [0, 251, 252, 900]),  # odd lengths, and a document of one token
         packed([0, 8, 16, 24], [0, 1, 1, 9]),  # one token, none, all
+        packed(range(0, 161, 8)),
     ]
     cases = [
         Case(layout=layout, head_dim=4, mask=mask, dtype=torch.float64)

@@ -15,12 +15,12 @@ MODEL = (
 ).split()
 
 
-def train(folder: Path, world: int, *extra: str, steps: int = 10, check: bool = True, timeout: float = 150) -> Run:
+def train(
+    folder: Path, world: int, *extra: str, steps: int = 10, check: bool = True, timeout: float = 150
+) -> Run:
     """Train in `world` forked ranks on CPU with the record in `folder`; `extra` flags override the model's."""
     folder.mkdir(parents=True, exist_ok=True)
-    args = merged(
-        MODEL, ["--train-iters", str(steps)], list(extra), ["--ext-report", str(folder / "record")]
-    )
+    args = merged(MODEL, ["--train-iters", str(steps)], list(extra), ["--ext-report", str(folder / "record")])
     body = functools.partial(launch, ["--cpu", str(REPO / "pretrain_dit.py"), *args], folder)
     ranks = run_ranks(world, body, timeout=timeout, check=check)
     return Run(folder, ranks, read_record(folder / "record", world))

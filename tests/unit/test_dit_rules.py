@@ -48,9 +48,15 @@ REFUSED = [
     ({"dit_frames": 0, "dit_sample_steps": 0}, "--dit-frames 0, --dit-sample-steps 0: these count something"),
     ({"dit_patch_size": 3}, "Set the size to 6 or 9, or the patch to a divisor of 8"),
     ({"dit_patch_size": 9}, "Set the size to 9 or 9"),
-    ({"dit_frames": 3, "dit_frame_patch": 2}, "Set --dit-frames to 4, or --dit-frame-patch to a divisor of 3"),
+    (
+        {"dit_frames": 3, "dit_frame_patch": 2},
+        "Set --dit-frames to 4, or --dit-frame-patch to a divisor of 3",
+    ),
     ({"seq_length": 64}, "--seq-length 64, but the picture is 16 tokens"),
-    ({"context_parallel_size": 3, "cp_comm_type": ["wallfacer"]}, "16 tokens a sample cannot be split evenly"),
+    (
+        {"context_parallel_size": 3, "cp_comm_type": ["wallfacer"]},
+        "16 tokens a sample cannot be split evenly",
+    ),
     ({"dit_channels": 3}, "--dit-channels 3: digits have 1"),
     ({"dit_num_classes": 4}, "--dit-num-classes 4: digits have 10"),
     ({"dit_image_size": 12, "seq_length": 36}, "--dit-image-size 12: digits are 8 x 8"),

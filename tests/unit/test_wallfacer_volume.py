@@ -241,7 +241,7 @@ def test_memory_of_teams():
     assert found.forward == (2 + 2 + 4 + 4) * MIB
     kept = memory(_cost(4, 2, 2, EVEN, tokens=4096, keep="team"), 1)
     assert kept.saved == found.saved + (2 + 4) * MIB
-    # While gradients come home: those of a bundle here and there, those of queries sent and received, own sums.
+    # Gradients come home: of a bundle here and there, of queries sent and received, own sums of both.
     assert kept.backward == found.backward == (8 + 8 + 4 + 4 + 2 + 4) * MIB
 
 
