@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.dit.config import geometry_of
+from megatron_ext.rules_sizes import multiples_near
 
 
 def sizes_positive(args: Namespace) -> str | None:
@@ -23,8 +24,7 @@ def patches_fit(args: Namespace) -> str | None:
     if patch >= 1 and size % patch:
         return (
             f"--dit-image-size {size} is not a whole number of patches of --dit-patch-size {patch}. Set the "
-            f"size to {size // patch * patch or patch} or {(size // patch + 1) * patch}, or the patch to a "
-            f"divisor of {size}."
+            f"size to {multiples_near(size, patch)}, or the patch to a divisor of {size}."
         )
     if frame_patch >= 1 and frames % frame_patch:
         return (

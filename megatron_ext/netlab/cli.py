@@ -1,4 +1,4 @@
-"""The command line of `netlab`: run, doctor, clean."""
+"""The command line of `netlab`: run, measure, doctor, clean."""
 
 import argparse
 import json
@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
             return run(options, command)
         if command is not None:
             raise ValueError(f"`netlab {options.what}` takes no command.")
+        if options.what == "measure":
+            return measure(options)
         return doctor() if options.what == "doctor" else clean()
     except (ValueError, LabError) as error:
         for line in str(error).splitlines():
@@ -54,8 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Nodes on one machine: network namespaces joined by links whose rates are limited.",
         epilog="netlab run --help shows the options of a run.",
     )
-    commands = parser.add_subparsers(dest="what", required=True, metavar="{run,doctor,clean}")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="{run,measure,doctor,clean}")
     _add_run(commands.add_parser("run", help="build the nodes, start the ranks, count bytes, remove it all"))
+    _add_measure(commands.add_parser("measure", help="does this machine keep the rates of a lab?"))
     commands.add_parser("doctor", help="say what this machine lacks; exit code 0 if a lab can be built")
     commands.add_parser("clean", help="end processes of labs that were killed (every run does this, too)")
     return parser
@@ -64,8 +67,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "netlab run --nodes K --ranks-per-node M --rate RATE [options] -- COMMAND ..."
     parser.description = "Start COMMAND once per rank, with the environment that torchrun would set."
+    _add_links(parser)
     add = parser.add_argument
-    add("--nodes", type=int, required=True, metavar="K", help="number of nodes")
     add("--ranks-per-node", type=int, required=True, metavar="M", help="ranks on each node")
     add(
         "--rate", type=_typed(parse_rate), required=True, help="of every node's NIC, each way: 400mbit, 2gbit"

@@ -51,7 +51,7 @@ def known_flags() -> set[str]:
     flags = set(parser._option_string_actions) | {"--cpu", "--help", "--version"}
     helps = [["-m", "megatron_ext", tool] for tool in cli.TOOLS]
     helps += [["scripts/bench/vocab.py", command] for command in ("train", "paced")]
-    helps += [["-m", "megatron_ext.netlab", "run"]]
+    helps += [["-m", "megatron_ext.netlab", command] for command in ("run", "measure")]
     for program in helps:
         text = subprocess.run(
             [sys.executable, *program, "--help"],

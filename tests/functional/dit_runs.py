@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.functional.runs import REPO, Run, launch, merged, read_record
 from tests.ranks import run_ranks
 
-# 4 layers on 16 tokens a digit, every size divisible by 4, 16 samples a step. No bias on the keys, see configs/.
+# 4 layers on 16 tokens a digit, 16 samples a step; no bias on the keys (configs/dit-digits-cpu.yaml says why).
 MODEL = (
     "--num-layers 4 --hidden-size 48 --num-attention-heads 4 --disable-bias-linear --normalization RMSNorm "
     "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 "
@@ -18,7 +18,7 @@ MODEL = (
 def train(
     folder: Path, world: int, *extra: str, steps: int = 10, check: bool = True, timeout: float = 150
 ) -> Run:
-    """Train in `world` forked ranks on CPU with the record in `folder`; `extra` flags override the model's."""
+    """Train in `world` forked ranks on CPU with the record in `folder`; `extra` flags override `MODEL`."""
     folder.mkdir(parents=True, exist_ok=True)
     args = merged(MODEL, ["--train-iters", str(steps)], list(extra), ["--ext-report", str(folder / "record")])
     body = functools.partial(launch, ["--cpu", str(REPO / "pretrain_dit.py"), *args], folder)

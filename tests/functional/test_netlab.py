@@ -1,20 +1,18 @@
 """A real lab: rates hold, bytes are counted, failures come back, and nothing is left behind."""
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.netlab import Lab, LabError, Links, leftovers, needs, node_counters, run_in_lab
-from megatron_ext.netlab.links import address, mark
+from megatron_ext.netlab.links import mark
+from megatron_ext.netlab.measure import cases, measure, transfer
 from megatron_ext.netlab.namespaces import interface_counters
 from tests.functional.runs import REPO
 
@@ -28,87 +26,29 @@ RUN = [*NETLAB, "run", "--nodes", "2", "--ranks-per-node", "2", "--rate", "100mb
 
 @pytest.fixture(scope="module")
 def lab():
-    with Lab(2, LINKS) as built:
+    with Lab(3, LINKS) as built:
         yield built
 
 
-def transfer(count: int, pairs: list[tuple[int, int]], ready: Barrier):
-    """Body of a rank: send `count` bytes by plain TCP over each pair of ranks, all at once.
-
-    A receiver returns when all were ready and when its last byte came, on the clock that all processes share.
-    """
-    rank, per_node = int(os.environ["RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    for number, (source, target) in enumerate(pairs):
-        where = (address(target // per_node), 6000 + number)
-        if rank == target:
-            with socket.create_server(where) as server:
-                connection = server.accept()[0]
-            with connection:
-                ready.wait()
-                started, left = time.monotonic(), count
-                while left:
-                    left -= len(connection.recv(min(left, 1 << 20)))
-                return started, time.monotonic()
-        if rank == source:
-            with connect(*where) as connection:
-                ready.wait()
-                connection.sendall(bytes(count))
-                connection.shutdown(socket.SHUT_WR)
-                connection.recv(1)  # the other side closes when it has everything
-    return None
+CASES = [case.name for case in cases(Lab(3, LINKS))]
 
 
-def connect(host: str, port: int) -> socket.socket:
-    while True:
-        try:
-            return socket.create_connection((host, port))
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-
-
-def transfer_in(lab: Lab, count: int, pairs: list[tuple[int, int]]) -> float:
-    """Run `transfer` in two ranks a node; the seconds it took."""
-    ready = multiprocessing.get_context("fork").Barrier(2 * len(pairs))
-    results = run_in_lab(lab, 2 * lab.nodes, lambda: transfer(count, pairs, ready))
-    times = [result.value for result in results if result.value is not None]
-    return max(end for _, end in times) - min(start for start, _ in times)
-
-
-def assert_holds(lab: Lab, rate: float, pairs: list[tuple[int, int]]) -> None:
-    """Pairs have `rate` (bit/s) together: never more, and that much once the machine has time for it."""
-    count = round(rate / 8 * 0.3 / len(pairs))
-    found = []
-    while not found or (max(found) < 0.87 * rate and len(found) < 8):
-        found.append(8 * count * len(pairs) / transfer_in(lab, count, pairs))
-    assert 0.87 * rate < max(found) < 1.12 * rate, f"{found} bit/s instead of {rate}"
-
-
-@pytest.mark.parametrize(
-    ("pairs", "rate"),
-    [
-        pytest.param([(0, 2)], LINKS.rate, id="between nodes"),
-        pytest.param([(0, 2), (1, 3)], LINKS.rate, id="two ranks share a NIC"),
-        pytest.param([(0, 2), (3, 1)], 2 * LINKS.rate, id="each direction has its own"),
-        pytest.param([(0, 1)], LINKS.intra_rate, id="inside a node"),
-        pytest.param([(0, 1), (2, 3)], 2 * LINKS.intra_rate, id="inside two nodes"),
-    ],
-)
-def test_rates_hold(lab, pairs, rate):
-    assert_holds(lab, rate, pairs)
-
-
-def test_what_several_nodes_send_to_one_is_limited_by_what_it_receives():
-    """Incast: each sender has the whole rate, so that the switch port is the bottleneck."""
-    with Lab(3, LINKS) as three:
-        assert_holds(three, LINKS.rate, [(2, 0), (4, 1)])
+@pytest.mark.parametrize("name", CASES)
+def test_rates_hold(lab, name):
+    """Never more than what is set, and that much once the machine has time for it."""
+    case = next(case for case in cases(lab) if case.name == name)
+    found: list[float] = []
+    while not found or (max(found) < 0.87 * case.rate and len(found) < 8):
+        found += measure(lab, case, repeats=1, seconds=0.3)
+    assert 0.87 * case.rate < max(found) < 1.12 * case.rate, f"{found} bit/s instead of {case.rate}"
 
 
 def test_bytes_are_counted_where_they_pass(lab):
     count = 1 << 20
     before = lab.counters()
-    transfer_in(lab, count, [(0, 2)])
+    transfer(lab, count, [(0, 2)])
     between = lab.counters()
-    transfer_in(lab, count, [(2, 3)])
+    transfer(lab, count, [(2, 3)])
     after = lab.counters()
 
     def passed(node, name, new, old):
@@ -127,7 +67,7 @@ def test_ranks_see_their_own_node_only(lab):
         seen = node_counters()
         return sorted(interface_counters()), seen["nic"].tx_bytes, os.environ["GLOO_SOCKET_IFNAME"]
 
-    for result in run_in_lab(lab, 4, body):
+    for result in run_in_lab(lab, 6, body):
         names, sent, interface = result.value
         assert {"lo", "eth0", mark(os.getpid())} <= set(names)
         assert interface == "eth0"
@@ -146,7 +86,7 @@ def test_gloo_talks_over_the_lab(lab):
         dist.destroy_process_group()
         return value.unique().tolist()
 
-    assert [result.value for result in run_in_lab(lab, 4, body)] == [[10.0]] * 4
+    assert [result.value for result in run_in_lab(lab, 6, body)] == [[21.0]] * 6
 
 
 def test_command_line(tmp_path):
@@ -256,7 +196,7 @@ def test_a_running_lab_is_no_leftover(lab):
     def body():
         return [process.owner for process in leftovers.find()]
 
-    assert all(os.getpid() not in result.value for result in run_in_lab(lab, 2, body))
+    assert all(os.getpid() not in result.value for result in run_in_lab(lab, 3, body))
     result = subprocess.run([*NETLAB, "clean"], capture_output=True, text=True, check=True)
     assert str(os.getpid()) not in result.stdout
 
@@ -276,3 +216,14 @@ def test_a_failing_command_is_named(monkeypatch):
 def test_doctor_builds_one():
     result = subprocess.run([*NETLAB, "doctor"], capture_output=True, text=True, check=True)
     assert "ok       a lab of two nodes was built and removed" in result.stdout
+
+
+def test_measure_command():
+    command = [*NETLAB, "measure", "--nodes", "2", "--rate", "100mbit", "--repeats", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split("  ")[0] for line in result.stdout.splitlines()[1:]] == [
+        "one node to another",
+        "by two of its ranks",
+        "both directions",
+        "all nodes in a ring",
+    ]

@@ -47,7 +47,7 @@ def test_good_jobs():
 REFUSED = [
     ({"dit_frames": 0, "dit_sample_steps": 0}, "--dit-frames 0, --dit-sample-steps 0: these count something"),
     ({"dit_patch_size": 3}, "Set the size to 6 or 9, or the patch to a divisor of 8"),
-    ({"dit_patch_size": 9}, "Set the size to 9 or 9"),
+    ({"dit_patch_size": 9}, "Set the size to 9, or the patch to a divisor of 8"),
     (
         {"dit_frames": 3, "dit_frame_patch": 2},
         "Set --dit-frames to 4, or --dit-frame-patch to a divisor of 3",
