@@ -119,7 +119,9 @@ class PassHooks:
         def hook(*unused: Any) -> None:
             if not unit.late:
                 self._grads.begin(unit)
-            if param.grad is not None and not param.grad_added_to_main_grad:
+            # A fused kernel has added its part; a weight of two uses marks that autograd brings the other.
+            added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)
+            if param.grad is not None and not added:
                 param.main_grad.add_(param.grad)
             param.grad = None
             if not unit.late:

@@ -59,23 +59,21 @@ def test_every_strategy(tmp_path, strategy):
 
 
 @full
-@pytest.mark.parametrize("overlap", [[], AHEAD], ids=["", "overlap"])
 @pytest.mark.parametrize("comm", ["two-phase", "ho-ring", "flat"])
 @pytest.mark.parametrize("strategy", NAMES)
-def test_every_collective(tmp_path, strategy, comm, overlap):
-    run = like_stock(tmp_path, strategy, 4, *GROUPS_OF_2, "--paro-comm", comm, *overlap)
+def test_every_collective(tmp_path, strategy, comm):
+    """Without overlap, which changes no bit (test_paro_exact.py)."""
+    run = like_stock(tmp_path, strategy, 4, *GROUPS_OF_2, "--paro-comm", comm)
     assert_ran(run, strategy, comm=comm)
 
 
 LAYOUTS = {
-    "pp2": [PP, "2"],
+    "pp2": [PP, "2", *KEPT],
     "pp2-overlap": [PP, "2", *AHEAD],
-    "pp2-kept": [PP, "2", *KEPT, "--overlap-grad-reduce", "--no-align-grad-reduce"],
-    "tp2": [TP, "2"],
-    "tp2-sp": [TP, "2", SP],
-    "tp2-sp-overlap": [TP, "2", SP, *AHEAD, *HO_RING],
+    "tp2": [TP, "2", *AHEAD, "--no-align-grad-reduce"],
+    "tp2-sp": [TP, "2", SP, *HO_RING],
 }
-FAST_LAYOUTS = {("IIG", "pp2-overlap"), ("III", "tp2-sp-overlap")}
+FAST_LAYOUTS = {("IIG", "pp2-overlap"), ("III", "tp2-sp")}
 
 
 @pytest.mark.parametrize(
@@ -98,8 +96,9 @@ INTERLEAVED = [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
 @pytest.mark.parametrize(
     ("strategy", "flags"),
     [
-        pytest.param("IIG", [*INTERLEAVED, *AHEAD], marks=[]),
-        *(pytest.param(s, [*INTERLEAVED, *flags], marks=full) for s in WITH_OTHERS for flags in ([], AHEAD)),
+        ("IIG", [*INTERLEAVED, *AHEAD]),
+        *(pytest.param(name, [*INTERLEAVED, *AHEAD], marks=full) for name in WITH_OTHERS if name != "IIG"),
+        pytest.param("IIG", INTERLEAVED, marks=full),
         pytest.param("IIG", [*INTERLEAVED, *AHEAD, "--no-align-param-gather"], marks=full),
         pytest.param("IIG", [*INTERLEAVED, *KEPT, *AHEAD, "--no-align-grad-reduce"], marks=full),
         pytest.param("GGG", [*INTERLEAVED, *FULL_RECOMPUTE, *HO_RING], marks=full),
@@ -171,24 +170,23 @@ def test_microbatches_and_bytes_between_groups(tmp_path, strategy):
     assert seen == {1: seen[1], 3: seen[1] * min(grows, 3), 8: seen[1] * grows}
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(n, marks=[] if n == "IIG" else full) for n in NAMES])
-def test_microbatches_of_one_global_batch(tmp_path, strategy):
-    """3 microbatches of 1 sequence, and 1 of 3, train the same."""
-    for size in (1, 3) if strategy != "IIG" else (3,):
-        flags = [*GROUPS_OF_2, "--micro-batch-size", str(size)]
-        batch = ("--global-batch-size", "12")
-        run = like_stock(tmp_path / str(size), strategy, 4, *flags, training=batch)
-        assert_ran(run, strategy, micro_batch_size=size)
+@pytest.mark.parametrize("size", [pytest.param(1, marks=full), 3])
+@pytest.mark.parametrize("strategy", ["IIG", *(pytest.param(n, marks=full) for n in ("NNN", "NIG", "GGG"))])
+def test_microbatches_of_several_sequences(tmp_path, strategy, size):
+    """A global batch of 12 as 3 microbatches of 1 sequence on each rank, and as 1 of 3."""
+    batch = ("--global-batch-size", "12", "--micro-batch-size", str(size))
+    run = like_stock(tmp_path, strategy, 4, *GROUPS_OF_2, training=batch)
+    assert_ran(run, strategy, micro_batch_size=size)
 
 
 @pytest.mark.parametrize(
     ("strategy", "world", "m"),
     [
-        *(pytest.param(strategy, 4, m, marks=full) for strategy in NAMES for m in (1, 4)),
-        *(pytest.param(strategy, 2, m, marks=full) for strategy in WITH_OTHERS for m in (1, 2)),
-        *(pytest.param(strategy, 1, 1, marks=full) for strategy in NAMES),
         ("IIG", 2, 1),
         ("NIG", 1, 1),
+        *(pytest.param(strategy, 2, m, marks=full) for strategy in NAMES for m in (1, 2)),
+        *(pytest.param(strategy, 1, 1, marks=full) for strategy in ("NNN", "IIG", "GGG")),
+        *(pytest.param("IIG", 4, m, marks=full) for m in (1, 4)),
     ],
 )
 def test_dimensions_of_one(tmp_path, strategy, world, m):

@@ -8,7 +8,8 @@ import pytest
 from megatron_ext import config, configfile, features, rules
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+# Those of other scripts are tested with their script.
+CONFIGS = sorted(path for path in ROOT.glob("configs/*.yaml") if not path.stem.startswith("dit-"))
 # Ranks that the header of the file names.
 WORLD_SIZES = {
     "gpt-cpu-small": 2,
@@ -16,9 +17,13 @@ WORLD_SIZES = {
     "llama-7b": 8,
     "gpt-256k-vocab": 8,
     "gpt-256k-vocab-vp": 8,
+    "llama-7b-paro": 32,
 }
 # A feature's config beside its baseline: the same job and the flags of the feature.
-FEATURE_CONFIGS = {"gpt-256k-vocab-vp": ("gpt-256k-vocab", "vocab", ["--vocab-parallel", "vocab-2"])}
+FEATURE_CONFIGS = {
+    "gpt-256k-vocab-vp": ("gpt-256k-vocab", "vocab", ["--vocab-parallel", "vocab-2"]),
+    "llama-7b-paro": ("llama-7b", "paro", ["--paro-strategy", "IIG", "--paro-comm", "ho-ring"]),
+}
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 

@@ -2,11 +2,15 @@
 
 import os
 import re
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
 
 from megatron_ext.netlab import Lab, LabError, Links, cli, leftovers, needs, plan, report
 from megatron_ext.netlab.links import address, mark, owner_of, parse_rate, parse_size, parse_time
+from megatron_ext.netlab.measure import cases
 from megatron_ext.netlab.namespaces import Counters, parse_counters
 
 RUN = ["run", "--nodes", "2", "--ranks-per-node", "2", "--rate", "400mbit"]
@@ -169,6 +173,31 @@ def test_latency_without_netem_is_refused(monkeypatch, capsys):
     assert "--latency needs netem, and this kernel has none" in capsys.readouterr().err
 
 
+def test_what_is_measured_depends_on_the_lab():
+    names = [case.name for case in cases(Lab(2, Links(10**8)))]
+    assert names == ["one node to another", "by two of its ranks", "both directions", "all nodes in a ring"]
+    assert [case.name for case in cases(Lab(1, Links(10**8, 10**9)))] == [
+        "inside one node",
+        "inside all nodes",
+    ]
+    ring = next(case for case in cases(Lab(3, Links(10**8))) if case.name == "all nodes in a ring")
+    assert (ring.pairs, ring.rate) == ([(0, 3), (2, 5), (4, 1)], 3 * 10**8)
+    assert cases(Lab(3, Links(10**8)))[-1].pairs == [(2, 0), (4, 1)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--repeats", "0"], "--repeats 0 is not possible"),
+        (["--nodes", "300"], "--nodes 300 is not possible; set 1 to 250"),
+        (["--", "ls"], "`netlab measure` takes no command"),
+    ],
+)
+def test_bad_use_of_measure(extra, message, capsys):
+    assert cli.main(["measure", "--nodes", "2", "--rate", "100mbit", *extra]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_lab_has_a_number_of_nodes():
     with pytest.raises(ValueError, match="1 to 250 nodes, not 251"):
         Lab(251, Links(10**8))
@@ -229,3 +258,34 @@ def test_leftovers_are_processes_whose_lab_is_gone(proc):
         leftovers.Leftover(41, 40, "sleep 100"),
         leftovers.Leftover(51, 30, "sleep 100"),
     ]
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "netlab"
+
+
+def test_an_older_python_is_told_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "version_info", (3, 11, 0))
+    monkeypatch.setenv("MEGATRON_EXT_VENV", str(tmp_path))
+    with pytest.raises(
+        SystemExit, match=r"is older than Python 3.12, and .* does not exist. Run scripts/setup.sh"
+    ):
+        runpy.run_path(str(SCRIPT))
+
+
+def test_an_older_python_hands_over_to_the_environment(monkeypatch, tmp_path):
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("")
+    called = []
+
+    def execv(path, argv):
+        called.append((path, argv))
+        raise SystemExit
+
+    monkeypatch.setattr(sys, "version_info", (3, 11, 0))
+    monkeypatch.setattr(sys, "argv", ["netlab", "clean"])
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setenv("MEGATRON_EXT_VENV", str(tmp_path))
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT))
+    assert called == [(str(python), [str(python), str(SCRIPT), "clean"])]
