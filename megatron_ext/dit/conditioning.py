@@ -45,18 +45,24 @@ def mark_partial(module: torch.nn.Module, sequence_parallel: bool) -> None:
 
 
 class Conditioner(torch.nn.Module):
-    """Time `[b]` and class `[b]` (`num_classes`: none) to the conditioning vector `[b, hidden]`."""
+    """Time `[b]` and class `[b]` (`num_classes`: none) to the conditioning vector `[b, hidden]`.
+
+    All weights are rows of one table, `[2 * WAVES + hidden + num_classes + 1, hidden]`: the two layers of the
+    time embedding and the classes. Every pipeline stage has a copy, and the gradients of the copies are summed
+    after the distributed optimizer has split them over data-parallel ranks; one parameter, in a bucket of its
+    own, is split in the same way on all stages.
+    """
 
     def __init__(self, hidden_size: int, num_classes: int, seed: int):
         super().__init__()
-        self.time_in = whole_linear(2 * WAVES, hidden_size, seed)
-        self.time_out = whole_linear(hidden_size, hidden_size, seed + 1)
-        self.classes = torch.nn.Embedding(num_classes + 1, hidden_size)
-        fill(self.classes.weight, seed + 2)
+        self.rows = (2 * WAVES, hidden_size, num_classes + 1)
+        self.table = torch.nn.Parameter(torch.empty(sum(self.rows), hidden_size))
+        fill(self.table, seed)
 
     def forward(self, time: Tensor, label: Tensor) -> Tensor:
-        waves = sinusoids(time * TIME_SCALE, WAVES).to(self.time_in.weight.dtype)
-        return self.time_out(functional.silu(self.time_in(waves))) + self.classes(label)
+        first, second, classes = self.table.split(self.rows)
+        waves = sinusoids(time * TIME_SCALE, WAVES).to(self.table.dtype)
+        return functional.silu(waves @ first) @ second + functional.embedding(label, classes)
 
 
 class Modulation(torch.nn.Module):

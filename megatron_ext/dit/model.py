@@ -57,7 +57,7 @@ class DiTModel(MegatronModule):
         self.conditioner = Conditioner(config.hidden_size, num_classes, seed)
         self._mark_conditioner()
         if pre_process:
-            self.patch_in = whole_linear(geometry.patch_dim, config.hidden_size, seed + 3)
+            self.patch_in = whole_linear(geometry.patch_dim, config.hidden_size, seed + 1)
         self.decoder = TransformerBlock(
             config,
             layer_spec(config),
@@ -73,12 +73,10 @@ class DiTModel(MegatronModule):
     def _mark_conditioner(self) -> None:
         """Tell Megatron that the stages share these weights."""
         mark_partial(self.conditioner, self.config.sequence_parallel)
-        for param in self.conditioner.parameters():
-            param.pipeline_parallel = True  # gradients are summed over the stages
-            param.shared = self.stage > 0  # counted once in the gradient norm
-            # Buckets of their own: the distributed optimizer then splits them in the same way on all stages,
-            # so that sums over stages add the same elements.
-            param.shared_embedding = True
+        table = self.conditioner.table
+        table.pipeline_parallel = True  # gradients are summed over the stages
+        table.shared_embedding = True  # in a bucket of its own
+        table.shared = self.stage > 0  # counted once in the gradient norm
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor | None) -> None:
         """Hidden states from the stage before (called by the pipeline schedules)."""

@@ -9,7 +9,8 @@ and the other way round. The distributed optimizer's fully reshardable ones are 
                                                 optimizer's are `param`, of all parameters
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +31,16 @@ MASTER = "master"
 _STATES = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 _SHARDING = "distrib_optim_sharding_type"
 _RESHARDABLE = "fully_reshardable"
+_BY_LAYER = "non_homogeneous_layers"
 _OURS, _SOURCE = "paro", "paro_source"
 
 
-def content_metadata(chunk: Any, *, reshardable: bool) -> dict[str, Any]:
-    """What a checkpoint says of itself: the strategy that wrote it, and whose layout of states it follows."""
-    setup, strategy = chunk.setup, chunk.setup.strategy
+def content_metadata(chunks: Sequence[Any], *, reshardable: bool) -> dict[str, Any]:
+    """What a checkpoint says of itself: the strategy that wrote it, and whose layout of states it follows.
+
+    Collective.
+    """
+    setup, strategy = chunks[0].setup, chunks[0].setup.strategy
     ours = {
         "strategy": str(strategy),
         "groups": setup.grid.k,
@@ -44,7 +49,26 @@ def content_metadata(chunk: Any, *, reshardable: bool) -> dict[str, Any]:
         and strategy.optimizer is Level.G
         and strategy.params is not Level.G,
     }
-    return {_OURS: ours, **({_SHARDING: _RESHARDABLE} if reshardable else {})}
+    found: dict[str, Any] = {_OURS: ours, _BY_LAYER: _layers_differ(chunks)}
+    return {**found, _SHARDING: _RESHARDABLE} if reshardable else found
+
+
+def _layers_differ(chunks: Sequence[Any]) -> bool:
+    """Whether a parameter is trained in some layers and frozen in others; collective.
+
+    Megatron stacks what all layers have in one tensor, unless told that they differ, and there must be no
+    holes in it.
+    """
+    here = {
+        (re.sub(r"\.layers\.\d+\.", ".layers.", name), unit.trainable)
+        for chunk in chunks
+        for unit in chunk.units
+        for name in unit.names
+    }
+    everywhere: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, here)
+    kinds = set().union(*everywhere)
+    return any((name, not trainable) in kinds for name, trainable in kinds)
 
 
 # --- saving -------------------------------------------------------------------------------------------------
@@ -118,7 +142,8 @@ def load_request(optimizer: Any, model_state: dict, metadata: Mapping | None) ->
     """As `save`, with tensors to be filled.
 
     Raises:
-        ValueError: the checkpoint's optimizer states are laid out by the distributed optimizer's buffers.
+        ValueError: the checkpoint's optimizer states are laid out by the distributed optimizer's buffers, or
+            are those of all layers, some of which are frozen now.
     """
     written_by = (metadata or {}).get(_SHARDING)
     if written_by not in (None, _RESHARDABLE):
@@ -126,6 +151,11 @@ def load_request(optimizer: Any, model_state: dict, metadata: Mapping | None) ->
             f"this checkpoint holds optimizer states as the distributed optimizer's {written_by} buffers, "
             "which follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable, "
             "or load it with --no-load-optim."
+        )
+    if _layers_differ(optimizer.model_chunks) and not (metadata or {}).get(_BY_LAYER, False):
+        raise ValueError(
+            "this checkpoint holds states of all layers, and some parameters are frozen in some layers only. "
+            "Load it with --no-load-optim, or with --finetune."
         )
     kept = {}
     for share, name in _pairs(optimizer, metadata, written=False):

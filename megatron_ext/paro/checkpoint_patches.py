@@ -76,8 +76,8 @@ class _Current:
 
             metadata = original(*args, **kwargs)
             reshardable = bound(original, args, kwargs)["args"].dist_ckpt_optim_fully_reshardable
-            for chunk in self.chunks[:1]:
-                metadata.update(content_metadata(chunk, reshardable=reshardable))
+            if self.chunks:
+                metadata.update(content_metadata(self.chunks, reshardable=reshardable))
             return metadata
 
         return _build_sharded_state_dict_metadata

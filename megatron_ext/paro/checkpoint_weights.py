@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
 )
+from megatron.core.utils import unwrap_model
 
 from megatron_ext.paro.checkpoint_shares import host_copy, shares, to_fill, written_here
 from megatron_ext.paro.strategy import Level
@@ -69,7 +70,7 @@ def load_weights(chunk: "ParoDataParallel", state: Mapping[str, Any], strict: bo
         unit.keep_own()
         unit.drop_full()
     split = {name for unit in _split(chunk) for name in unit.names}
-    result = chunk.module.load_state_dict(rest, strict=strict and not split)
+    result = unwrap_model(chunk).load_state_dict(rest, strict=strict and not split)
     wrong = {*result.missing_keys, *result.unexpected_keys} - split
     if strict and wrong:
         raise RuntimeError(f"the model and the checkpoint differ in {', '.join(sorted(wrong))}")

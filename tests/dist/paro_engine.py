@@ -134,7 +134,7 @@ class Engine:
         if dist.get_rank() == 0:
             folder.mkdir(parents=True)
         dist.barrier()
-        metadata = content_metadata(self.chunk, reshardable=reshardable)
+        metadata = content_metadata([self.chunk], reshardable=reshardable)
         dist_checkpointing.save(
             self.state_dict(metadata=metadata),
             str(folder),

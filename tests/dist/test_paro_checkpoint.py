@@ -139,6 +139,8 @@ def test_master_weights_of_8_bit_updates(tmp_path, saved, loaded):
 
 
 def watch_memory(folder) -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
     engine = Engine("GGG", 2, tied=False)
     engine.step(0)
     exact, buffers, most = engine.chunk.setup.exact, [], [0]
@@ -157,7 +159,8 @@ def watch_memory(folder) -> None:
     numel, largest = sum(p.numel() for p in params), max(p.numel() for p in params)
     state = engine.state_dict()
     for part, copies in ((state["model"], 1), (state["optimizer"]["paro"], 2)):
-        held = [entry.data.numel() for entry in part.values() if not hasattr(entry, "unwrap")]
+        kinds = (ShardedTensor, ShardedTensorFactory)
+        held = [entry.data.numel() for entry in part.values() if isinstance(entry, kinds)]
         assert 0 < sum(held) <= copies * (numel / 4 + largest)
     del state
     engine.save(folder)
@@ -170,3 +173,29 @@ def watch_memory(folder) -> None:
 def test_one_unit_is_whole_at_a_time(tmp_path):
     """Besides, a rank holds its share: a fourth of the parameters and of every state."""
     world(4, watch_memory, tmp_path / "ckpt")
+
+
+def load_into_frozen(folder) -> None:
+    engine = Engine("NIG", 2, frozen=("layers.0",))
+    with pytest.raises(ValueError, match="frozen in some layers only. Load it with --no-load-optim"):
+        engine.load(folder / "NIG")
+
+
+@full
+def test_states_of_all_layers_into_some(tmp_path):
+    world(4, save_all, tmp_path, 2, ("NIG",))
+    world(4, load_into_frozen, tmp_path)
+
+
+def load_missing_group(folder) -> None:
+    engine = Engine("NIG", 2)
+    groups = engine.optimizer.optimizer.param_groups
+    groups.append({**groups[0], "lr_mult": 2.0, "params": []})
+    with pytest.raises(ValueError, match="has 2 parameter groups, and this run has 3"):
+        engine.load(folder / "NIG")
+
+
+@full
+def test_other_parameter_groups_are_refused(tmp_path):
+    world(4, save_all, tmp_path, 2, ("NIG",))
+    world(4, load_missing_group, tmp_path)

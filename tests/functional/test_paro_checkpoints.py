@@ -260,7 +260,7 @@ def test_a_rank_dies_while_saving(tmp_path, module, name, call):
     save = ["--save", str(ckpt), "--save-interval", "1"]
     dead = run(tmp_path / "a", "IIG", *save, steps=3, script=script, check=False)
     assert dead.ranks[1].exit_code == -signal.SIGKILL
-    assert (ckpt / "iter_0000002").exists()
+    assert (ckpt / "iter_0000002").exists() == module.startswith("megatron.core")
     assert (ckpt / "latest_checkpointed_iteration.txt").read_text() == "1"
     second = run(tmp_path / "b", "IIG", *save, "--load", str(ckpt), steps=3)
     assert sorted(second.losses()) == [2, 3]
