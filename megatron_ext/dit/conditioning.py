@@ -17,11 +17,7 @@ WEIGHT_STD = 0.02
 
 
 def whole_linear(inputs: int, outputs: int, seed: int | None) -> torch.nn.Linear:
-    """A linear layer with normal weights from a generator of its own, or zero weights (`seed` None).
-
-    Megatron gives every pipeline stage another seed; with its own generator the layer starts from the same
-    weights wherever it is.
-    """
+    """A linear layer with zero bias and weights of `fill`."""
     linear = torch.nn.Linear(inputs, outputs)
     torch.nn.init.zeros_(linear.bias)
     fill(linear.weight, seed)
@@ -29,7 +25,10 @@ def whole_linear(inputs: int, outputs: int, seed: int | None) -> torch.nn.Linear
 
 
 def fill(weight: Tensor, seed: int | None) -> None:
-    """Zeros, or normal numbers that only depend on the seed."""
+    """Zeros (`seed` None), or normal numbers that only depend on the seed.
+
+    Megatron gives every pipeline stage another seed, but what the stages share must start equal.
+    """
     with torch.no_grad():
         if seed is None:
             weight.zero_()
@@ -48,9 +47,9 @@ class Conditioner(torch.nn.Module):
     """Time `[b]` and class `[b]` (`num_classes`: none) to the conditioning vector `[b, hidden]`.
 
     All weights are rows of one table, `[2 * WAVES + hidden + num_classes + 1, hidden]`: the two layers of the
-    time embedding and the classes. Every pipeline stage has a copy, and the gradients of the copies are summed
-    after the distributed optimizer has split them over data-parallel ranks; one parameter, in a bucket of its
-    own, is split in the same way on all stages.
+    time embedding and the classes. Every pipeline stage has a copy, and the gradients of the copies are
+    summed after the distributed optimizer has split them over data-parallel ranks; one parameter, in a bucket
+    of its own, is split in the same way on all stages.
     """
 
     def __init__(self, hidden_size: int, num_classes: int, seed: int):

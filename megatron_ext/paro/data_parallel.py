@@ -105,6 +105,8 @@ class ParoDataParallel(DistributedDataParallel):
                     unit.stage()
         self.units = units
         self.place = by_param(units)
+        self.starts = 0
+        """How often gradients were started at zero."""
         self.on_load: Callable[[], None] = lambda: None  # the optimizer's, when parameters were loaded
         self.params_with_grad = [p for unit in units if unit.trainable for p in unit.params]
 
@@ -164,7 +166,8 @@ class ParoDataParallel(DistributedDataParallel):
                 unit.reduced().mul_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Start a step."""
+        """Start a step, or start it again (rerun state machine)."""
+        self.starts += 1
         for param in self.params_with_grad:
             param.grad_added_to_main_grad = False
         self.grads.reset()

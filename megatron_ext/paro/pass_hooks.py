@@ -72,7 +72,10 @@ class PassHooks:
             self._params.need(layer)
             if not layer[0].split:
                 return
-            self._prefetch(position - 1 if _in_backward() else position + 1)
+            if _in_backward():
+                self._prefetch_backward(position - 1)
+            else:
+                self._prefetch(position + 1)
             if torch.is_grad_enabled():
                 for tensor in _tensors((args, kwargs)):
                     if tensor.requires_grad:  # its gradient is complete when the layer's backward has ended
@@ -93,7 +96,7 @@ class PassHooks:
 
     def _begin_backward(self) -> None:
         self._params.need(self._root)
-        self._prefetch(len(self._layers) - 1)
+        self._prefetch_backward(len(self._layers) - 1)
         self._begin_gradients(self._root)
         _at_end(self._end_of_backward)
 
@@ -104,7 +107,7 @@ class PassHooks:
     def _before_backward(self, position: int, layer: list[Unit]) -> None:
         self._params.need(layer)
         if layer[0].split:
-            self._prefetch(position - 1)
+            self._prefetch_backward(position - 1)
             _at_end(lambda: self._params.release(layer))
         self._begin_gradients(layer)
 
@@ -128,6 +131,11 @@ class PassHooks:
                 self._grads.ready(unit, param)
 
         return hook
+
+    def _prefetch_backward(self, position: int) -> None:
+        # Whether a backward pass comes as far as that is known from the first one.
+        if 0 <= position < len(self._layers) and self._layers[position][0] in self.reached:
+            self._prefetch(position)
 
     def _prefetch(self, position: int) -> None:
         if 0 <= position < len(self._layers):

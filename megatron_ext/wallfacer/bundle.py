@@ -26,25 +26,27 @@ def place(chunk: Chunk, k: Tensor, v: Tensor, keep: Take | None = None) -> Gener
         k, v: own `[n, b, h, d]`.
         keep: makes the bundle's buffer, if it is to outlive the chunk.
     """
-    take = keep or chunk.lease.take
-    single = chunk.call.geometry.bundle_size == 1
-    own = (take if single else chunk.lease.take)((k.shape[0], 2, *k.shape[1:]), k.dtype)
+    own = chunk.lease.take((k.shape[0], 2, *k.shape[1:]), k.dtype)
     torch.stack((k, v), dim=1, out=own)
-    if single:
+    if chunk.call.geometry.bundle_size == 1:
+        assert keep is None, "a bundle of one share is made of k and v again"
         yield
         yield
         return own
     direct = chunk.call.options.movement == "direct"
-    return (yield from (_place_directly if direct else _relocate)(chunk, own, take))
+    return (yield from (_place_directly if direct else _relocate)(chunk, own, keep))
 
 
-def _relocate(chunk: Chunk, own: Tensor, take: Take) -> Generator[None, None, Tensor]:
+def _relocate(chunk: Chunk, own: Tensor, keep: Take | None) -> Generator[None, None, Tensor]:
     call, geometry, rank = chunk.call, chunk.call.geometry, chunk.call.rank
     gathering = Gathering(chunk.lease, own, call.plan.keys(call.own_bundle), call.groups.bundle)
     yield
     bundle = gathering.wait()
     chunk.lease.drop(own)
-    moved = take(bundle.shape, bundle.dtype)
+    if keep is None and geometry.destination(rank) == rank:
+        yield
+        return bundle
+    moved = (keep or chunk.lease.take)(bundle.shape, bundle.dtype)
     parcels = [(bundle, geometry.destination(rank))], [(moved, geometry.source(rank))]
     moving = comm.exchange(*parcels, call.groups.move)
     yield
@@ -53,7 +55,8 @@ def _relocate(chunk: Chunk, own: Tensor, take: Take) -> Generator[None, None, Te
     return moved
 
 
-def _place_directly(chunk: Chunk, own: Tensor, take: Take) -> Generator[None, None, Tensor]:
+def _place_directly(chunk: Chunk, own: Tensor, keep: Take | None) -> Generator[None, None, Tensor]:
+    take = keep or chunk.lease.take
     call, geometry = chunk.call, chunk.call.geometry
     holders = [geometry.holder(call.own_bundle, group) for group in range(geometry.bundle_size)]
     owners = geometry.bundle(call.first_bundle)
@@ -91,12 +94,15 @@ def bring_home(chunk: Chunk, total: Tensor, travelled: bool) -> Generator[None, 
         holders = [holder(group) for group in range(geometry.bundle_size)]
         return (yield from _bring_shares_home(chunk, total, bundle, holders, output))
     group = geometry.number_of(call.rank) % geometry.bundle_size
-    home = chunk.lease.take(total.shape, total.dtype)
-    parcels = [(total, geometry.owner(bundle, place.group))], [(home, holder(group))]
-    returning = comm.exchange(*parcels, call.groups.move_grads)
-    yield
-    returning.wait()
-    chunk.lease.drop(total)
+    home, owner = total, geometry.owner(bundle, place.group)
+    if owner == call.rank:
+        yield
+    else:
+        home = chunk.lease.take(total.shape, total.dtype)
+        returning = comm.exchange([(total, owner)], [(home, holder(group))], call.groups.move_grads)
+        yield
+        returning.wait()
+        chunk.lease.drop(total)
     if geometry.bundle_size == 1:
         yield
         return output.copy_(home)

@@ -178,11 +178,19 @@ class Rings:
         return Result(out, lse, kept if keep else ())
 
     def _backward(
-        self, call: Call, q: Tensor, k: Tensor, v: Tensor, result: Result, grad: Tensor, dots: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self,
+        call: Call,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        result: Result,
+        grad: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         cost = Cost(call.plan, Shape.of(q, k), self.options)
         travels = cost.travels()
+        dots = dot_rows(grad, result.out) if cost.sends_dots() or sink is not None else None
         statistics = dots if cost.sends_dots() else result.out
         chunks = self._chunks(q, k, v, grad, statistics, result.lse, *grads)
         kept = result.kept or [Kept()] * len(chunks)
@@ -193,7 +201,8 @@ class Rings:
             for given, own_kept in zip(chunks, kept, strict=True)
         ]
         self._run(call, q, k, stages)
-        return grads
+        sink_grad = None if sink is None else sink_gradient(sink, _own_rows(call, result.lse), dots)
+        return *grads, sink_grad
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
@@ -239,12 +248,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sink, out, lse, *kept = ctx.saved_tensors
         parts = tuple(Kept(*pair) for pair in zip(kept[::2], kept[1::2], strict=True))
-        dots = dot_rows(grad, out)
-        grads = ctx.rings._backward(ctx.call, q, k, v, Result(out, lse, parts), grad, dots)
-        sink_grad = None
-        if ctx.needs_input_grad[3]:
-            sink_grad = sink_gradient(sink, _own_rows(ctx.call, lse), dots)
-        return *grads, sink_grad, None, None, None
+        sink = sink if ctx.needs_input_grad[3] else None
+        grads = ctx.rings._backward(ctx.call, q, k, v, sink, Result(out, lse, parts), grad)
+        return *grads, None, None, None
 
 
 def _own_rows(call: Call, lse: Tensor) -> Tensor:

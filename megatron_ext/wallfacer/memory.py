@@ -91,7 +91,7 @@ class _Model:
 
     def __init__(self, cost: Cost, rank: int, kept: bool):
         geometry, shape, plan = cost.plan.geometry, cost.shape, cost.plan
-        self.cost, self.kept = cost, kept
+        self.cost, self.geometry, self.rank, self.kept = cost, geometry, rank, kept
         self.teams, self.size = geometry.team_size, geometry.bundle_size
         heads = shape.batch * plan.rows * shape.head_dim
         self.query, self.keys = heads * shape.query_heads, 2 * heads * shape.key_heads  # elements
@@ -146,10 +146,12 @@ class _Model:
         tally.end_stage()
         tally.sort(bundle, self.owned_rows)
         tally.drop(own)
-        if not kept:
+        stays = self.geometry.destination(self.rank) == self.rank
+        if not kept and not stays:
             tally.take(bundle)
         tally.end_stage()
-        tally.drop(bundle)
+        if kept or not stays:
+            tally.drop(bundle)
 
     def _spares(
         self, tally: _Tally, sizes: list[int], travels: Literal["keys", "queries"], owned: int
@@ -211,7 +213,7 @@ class _Model:
             tally.drop(query_grad)
             tally.take(self.query * self.wide)
             self._sum(tally, team * self.grad)
-        self._bring_home(tally)
+        self._bring_home(tally, keys_too)
         return tally.stages
 
     def _keys_travel(self, tally: _Tally, gathered: int, kept: bool) -> None:
@@ -245,7 +247,7 @@ class _Model:
         if self.grad != self.wide:
             tally.take(bundle * self.grad)
 
-    def _bring_home(self, tally: _Tally) -> None:
+    def _bring_home(self, tally: _Tally, keys_too: bool) -> None:
         """Two stages and the end."""
         bundle = self.size * self.keys * self.grad
         tally.take(self.keys * self.wide)
@@ -256,9 +258,14 @@ class _Model:
             tally.end_stage()
             tally.end_stage()
             return
-        tally.take(bundle)
-        tally.end_stage()
-        tally.drop(bundle)
+        hops = self.cost.plan.last_hop(self.place.group, self.place.member) if keys_too else 0
+        last = self.geometry.bundle_at(self.rank, hops)
+        if self.geometry.owner(last, self.place.group) != self.rank:
+            tally.take(bundle)
+            tally.end_stage()
+            tally.drop(bundle)
+        else:
+            tally.end_stage()
         if self.size > 1:
             tally.take(bundle)
             tally.drop(bundle)

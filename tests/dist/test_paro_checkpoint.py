@@ -177,7 +177,7 @@ def test_one_unit_is_whole_at_a_time(tmp_path):
 
 def load_into_frozen(folder) -> None:
     engine = Engine("NIG", 2, frozen=("layers.0",))
-    with pytest.raises(ValueError, match="frozen in some layers only. Load it with --no-load-optim"):
+    with pytest.raises(ValueError, match=r"frozen in some layers only\. Load it with --no-load-optim"):
         engine.load(folder / "NIG")
 
 

@@ -111,10 +111,12 @@ def assert_ran(
     reshard: bool = True,
     micro_batch_size: int = 1,
     states: int = 8,
+    evaluated: dict[int, int] | None = None,
 ) -> None:
     """The record shows the strategy, and on every rank bytes and memory that equal the formulas.
 
-    `states` are the bytes of all optimizer states of a parameter.
+    `states` are the bytes of all optimizer states of a parameter, `evaluated` the forward passes of
+    evaluations before a step.
     """
     levels, wire = Strategy.parse(strategy), Wire(k, m, comm, inter_dtype)
     owned: Counter[tuple] = Counter()
@@ -128,6 +130,9 @@ def assert_ran(
             microbatches, rest = divmod(line["tokens"], SEQ * k * m * micro_batch_size)
             assert rest == 0
             expected = formula(ours["units"], levels, wire, microbatches, reshard, not line["skipped"])
+            units = [UnitSize.of_record(unit) for unit in ours["units"]]
+            passes = (evaluated or {}).get(line["step"], 0)
+            expected = plus(expected, evaluation_bytes(levels, units, wire, passes))
             assert sent(line) == expected, (rank, line["step"])
             assert expected or k * m == 1
         assert_memory(run.steps(rank)[-1]["paro"], levels, wire, states)
@@ -143,11 +148,13 @@ def formula(units: list[dict], levels: Strategy, wire: Wire, microbatches: int, 
     """Bytes of a step by (kind, group)."""
     used = [UnitSize.of_record(unit) for unit in units if unit["backward"]]
     other = [UnitSize.of_record(unit) for unit in units if not unit["backward"]]
-    parts = [
-        step_bytes(levels, used, wire, microbatches, reshard_after_forward=reshard, updated=updated),
-        evaluation_bytes(levels, other, wire, microbatches),
-    ]
-    return dict(sum((Counter(part) for part in parts), Counter()))
+    passes = step_bytes(levels, used, wire, microbatches, reshard_after_forward=reshard, updated=updated)
+    return plus(passes, evaluation_bytes(levels, other, wire, microbatches))
+
+
+def plus(one: dict, other: dict) -> dict:
+    """The sum of two volumes."""
+    return dict(Counter(one) + Counter(other))
 
 
 def assert_memory(ours: dict, levels: Strategy, wire: Wire, states: int = 8) -> None:

@@ -108,8 +108,8 @@ def test_evaluation(tmp_path, strategy, flags):
     losses, ours = ({place: float(loss) for place, loss in pattern.findall(run.output)} for run in runs)
     assert len(losses) == 3
     assert ours == pytest.approx(losses, rel=1e-6)
-    reshard = "--paro-reshard-after-forward" not in flags
-    assert_ran(runs[1], strategy, k=1 if PP in flags else 2, reshard=reshard)
+    reshard, dp = "--paro-reshard-after-forward" not in flags, 2 if PP in flags else 4
+    assert_ran(runs[1], strategy, k=dp // 2, reshard=reshard, evaluated={6: 2 * 8 // dp})
 
 
 @pytest.mark.parametrize(
