@@ -99,7 +99,7 @@ install_packages() {
     beat=$!
     # shellcheck disable=SC2064  # the process number is wanted as it is now
     trap "kill $beat 2>/dev/null || true" EXIT
-    "$venv/bin/python" -m pip install --constraint "$root/constraints.txt" --editable "${root}[dev]" 9>&- || status=$?
+    "$venv/bin/python" -m pip install --constraint "$root/constraints.txt" --editable "${root}[dev,dit]" 9>&- || status=$?
     kill "$beat" 2>/dev/null || true
     wait "$beat" || true
     trap - EXIT

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron_ext.dit.tokens import Geometry
-from megatron_ext.problems import UserError
 
 HELD_OUT = 0.1
 """Share of the digits that is never trained on: for validation and to judge the classifier."""
@@ -34,18 +33,9 @@ class Digits:
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """The digits for training and those held out, in a fixed order.
+    """The digits for training and those held out, in a fixed order."""
+    from sklearn import datasets
 
-    Raises:
-        UserError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn import datasets
-    except ModuleNotFoundError as error:
-        raise UserError(
-            "--dit-data digits and --dit-evaluate need scikit-learn, which is not installed. Install it "
-            "(pip install 'megatron_ext[dit]'), or use --dit-data random without --dit-evaluate."
-        ) from error
     pictures, classes = datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(classes))
     pictures, classes = pictures.reshape(-1, 8, 8)[order], classes[order]

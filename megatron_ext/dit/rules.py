@@ -2,9 +2,11 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from megatron_ext.dit.config import geometry_of
+from megatron_ext.rules_files import why_not_writable
 from megatron_ext.rules_sizes import multiples_near
 
 
@@ -65,6 +67,34 @@ def digits_are_digits(args: Namespace) -> str | None:
     if args.dit_image_size % 8:
         found.append(f"--dit-image-size {args.dit_image_size}: digits are 8 x 8, enlarged by whole factors")
     return "; ".join(found) + ". Correct that, or use --dit-data random." if found else None
+
+
+def packages_installed(args: Namespace) -> str | None:
+    """scikit-learn has the digits, Pillow writes pictures."""
+    wanted = {"sklearn": args.dit_data == "digits", "PIL": args.dit_samples}
+    missing = [name for name, needed in wanted.items() if needed and not is_installed(name)]
+    if not missing:
+        return None
+    projects = {"sklearn": "scikit-learn (--dit-data digits)", "PIL": "Pillow (--dit-samples)"}
+    return (
+        f"Not installed: {' and '.join(projects[name] for name in missing)}. Install what pretrain_dit.py "
+        "needs with pip install 'megatron_ext[dit]', or use --dit-data random without --dit-samples."
+    )
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # hidden: its entry in sys.modules is None
+        return False
+
+
+def samples_can_be_written(args: Namespace) -> str | None:
+    """The folder is writable before hours of training end in an error."""
+    if not args.dit_samples or not (why := why_not_writable(args.dit_samples)):
+        return None
+    return f"--dit-samples {args.dit_samples} cannot be written: {why}. Choose a folder that you can write."
 
 
 def evaluation_needs_digits(args: Namespace) -> str | None:
@@ -129,6 +159,8 @@ RULES: tuple[Callable[[Namespace], str | None], ...] = (
     patches_fit,
     sequence_is_the_picture,
     digits_are_digits,
+    packages_installed,
+    samples_can_be_written,
     evaluation_needs_digits,
     shares_make_sense,
     stock_options_fit,

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
     add = parser.add_argument
     add("--grids", nargs="+", type=grid, default=[(2, 2), (4, 2), (2, 4), (2, 8)], metavar="KxM")
     add("--ops", nargs="+", choices=OPS, default=list(OPS))
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS[:-1]))
     add("--sizes", nargs="+", type=float, default=[32.0], metavar="MIB", help="of the whole buffer, fp32")
     add("--rate", type=parse_rate, help="of each node's NIC; builds a lab, or says how fast the world's is")
     add("--intra-rate", type=parse_rate, help="inside each node, for all its ranks together")
@@ -44,14 +44,14 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     if args.intra_rate and not args.rate:
         parser.error("--intra-rate needs --rate, that of the links between nodes")
-    rows = []
+    setting = {key: str(value) for key, value in vars(args).items() if key != "output"}
     for k, m in args.grids:
         body = partial(measure, args, k, m)
-        for row in in_world(body) if "RANK" in os.environ else in_ranks(args, k, m, body):
-            rows.append(row)
+        rows = body() if "RANK" in os.environ else in_ranks(args, k, m, body)
+        if int(os.environ.get("RANK", "0")) == 0:
+            write(args.output, merged(args.output, rows), setting)
+            print(f"{k}x{m} is measured: {args.output / 'results.md'}", flush=True)
     if int(os.environ.get("RANK", "0")) == 0:
-        setting = {key: str(value) for key, value in vars(args).items() if key != "output"}
-        write(args.output, merged(args.output, rows), setting)
         print((args.output / "results.md").read_text())
     return 0
 
@@ -78,11 +78,6 @@ def in_ranks(args: argparse.Namespace, k: int, m: int, body: Callable[[], list[R
     torch.set_num_threads(1)
     with Lab(k, Links(args.rate, args.intra_rate)) as lab:
         return run_in_lab(lab, k * m, body, timeout=1800)[0].value
-
-
-def in_world(body: Callable[[], list[Row]]) -> list[Row]:
-    """This rank's rows, in a world that something else has started."""
-    return body()
 
 
 # --- in a rank ---------------------------------------------------------------------------------------------
@@ -153,6 +148,7 @@ def methods(case: Case, groups) -> dict[str, Callable]:
             ring.gather(flat, inside, whole),
         ),
         "HO-Ring": lambda flat: ring.gather(flat, block, whole),
+        "HO-Ring uncut": lambda flat: uncut(lambda: ring.gather(flat, block, whole)),
     }
     sums = {
         "gloo": lambda flat: dist.reduce_scatter_tensor(by_rank(flat), flat, group=groups.flat),
@@ -160,6 +156,7 @@ def methods(case: Case, groups) -> dict[str, Callable]:
         "two-phase": lambda flat: two.sync(flat, whole, block),
         "two-phase rings": lambda flat: (ring.scatter_in_group(flat), ring.sync(part(flat), inside, block)),
         "HO-Ring": lambda flat: ring.sync(flat, whole, block),
+        "HO-Ring uncut": lambda flat: uncut(lambda: ring.sync(flat, whole, block)),
     }
     if case.op == "all-gather":
         return gathers
@@ -169,9 +166,22 @@ def methods(case: Case, groups) -> dict[str, Callable]:
     return both | {"gloo": lambda flat: dist.all_reduce(flat, group=groups.flat)}
 
 
+def uncut(call: Callable[[], None]) -> None:
+    """Call with blocks that travel in one piece."""
+    from megatron_ext.paro import wires
+
+    pieces, wires.MOST_PIECES = wires.MOST_PIECES, 1
+    try:
+        call()
+    finally:
+        wires.MOST_PIECES = pieces
+
+
 def measure_case(args: argparse.Namespace, case: Case, calls: dict[str, Callable]) -> list[Row]:
     """Rows of one collective: all methods in turn, in several rounds, behind one that is checked."""
     import torch
+
+    from megatron_ext.paro.wires import cuts
 
     flat = torch.empty(case.size // 4)
     found: dict[str, list[tuple[float, float | None]]] = {name: [] for name in calls}
@@ -188,7 +198,8 @@ def measure_case(args: argparse.Namespace, case: Case, calls: dict[str, Callable
         times = [seconds for seconds, _ in results]
         sent = [count for _, count in results if count is not None]
         nic = statistics.median(sent) if sent else None
-        rows.append(Row(case, name, statistics.median(times), min(times), max(times), nic))
+        pieces = len(cuts(flat.view(case.n, -1)[0])) if name == "HO-Ring" else 1
+        rows.append(Row(case, name, statistics.median(times), min(times), max(times), nic, pieces))
     return rows
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from charts import bars
 
-from megatron_ext.paro.cost import ho_ring_gather, ho_ring_reduce
-
 OPS = ("all-gather", "reduce-scatter", "all-reduce")
-METHODS = ("gloo", "flat ring", "two-phase", "two-phase rings", "HO-Ring")
+METHODS = ("gloo", "flat ring", "two-phase", "two-phase rings", "HO-Ring", "HO-Ring uncut")
+"""The last one sends whole blocks, so that what arrives last is spread when nothing else is left to do."""
 PAPER = 0.365
 """Less time than a ring that the paper reports for its collectives on up to 128 GPUs."""
 
@@ -49,8 +48,8 @@ class Case:
             return twice * (self.n - 1) / self.n * self.size
         return self.passes * (self.k - 1) / self.k * self.size
 
-    def modelled(self, method: str) -> float | None:
-        """Seconds, None without a rate."""
+    def modelled(self, method: str, pieces: int = 1) -> float | None:
+        """Seconds, None without a rate; HO-Ring's blocks are cut into `pieces`."""
         if self.rate is None:
             return None
         outer, inner = self.rate / 8, (self.intra_rate or inf) / 8
@@ -61,9 +60,10 @@ class Case:
             return twice * (self.n - 1) * block / hop
         between = block / (outer / self.m)
         inside = (self.m - 1) * block / (inner / self.m)
-        if method != "HO-Ring":
+        if not method.startswith("HO-Ring"):
             return self.passes * ((self.k - 1) * between + self.k * inside)
-        gather, reduce = ho_ring_gather(self.k, inside, between), ho_ring_reduce(self.k, inside, between)
+        gather = ring_gather(self.k, pieces, inside / pieces, between / pieces)
+        reduce = ring_sum(self.k, pieces, inside / pieces, between / pieces)
         return {"all-gather": gather, "reduce-scatter": reduce, "all-reduce": gather + reduce}[self.op]
 
     def bound(self) -> float | None:
@@ -78,6 +78,23 @@ class Case:
         return 1 - self.nic_bytes("HO-Ring") / self.nic_bytes("flat ring") if self.k > 1 else 0.0
 
 
+def ring_gather(k: int, pieces: int, inside: float, between: float) -> float:
+    """All-gather: a piece is spread (`inside` seconds) behind the one before it and when it is there."""
+    end = 0.0
+    for number in range(k * pieces):
+        arrived = max(0, number + 1 - pieces) * between
+        end = max(end, arrived) + inside
+    return end
+
+
+def ring_sum(k: int, pieces: int, inside: float, between: float) -> float:
+    """Reduce-scatter: a piece leaves (`between` seconds) behind the one before it and its sum inside."""
+    end = 0.0
+    for number in range((k - 1) * pieces):
+        end = max(end, (number + 1) * inside) + between
+    return max(end, k * pieces * inside)
+
+
 @dataclass(frozen=True)
 class Row:
     """One measured method; `seconds` is the median over rounds of the slowest rank."""
@@ -89,6 +106,12 @@ class Row:
     most: float
     nic_bytes: float | None
     """Bytes that the busiest node's NIC sent, headers included."""
+    pieces: int = 1
+    """Into how many a block was cut, where HO-Ring cuts it."""
+
+    def modelled(self) -> float | None:
+        """Seconds of the model, of the pieces that there were."""
+        return self.case.modelled(self.method, self.pieces)
 
     def key(self) -> tuple:
         return (*asdict(self.case).values(), self.method)
@@ -134,7 +157,7 @@ def markdown(rows: Sequence[Row]) -> str:
         cells = [place(case), f"{case.size / 2**20:g}", case.op, row.method, f"{row.seconds:.3f}"]
         cells += [
             f"{row.least:.2f} to {row.most:.2f}",
-            _number(case.modelled(row.method)),
+            _number(row.modelled()),
             _number(case.bound()),
         ]
         cells += [_mib(row.nic_bytes), _mib(case.nic_bytes(row.method))]
@@ -165,8 +188,9 @@ def gains(rows: Sequence[Row]) -> list[str]:
             parts.append(f"{row.seconds / min(two_phase):.2f} of the better two-phase")
         if of["gloo"]:
             parts.append(f"{row.seconds / of['gloo']:.2f} of gloo's own")
-        if row.case.modelled("HO-Ring"):
-            parts.append(f"{row.seconds / row.case.modelled('HO-Ring'):.2f} of its model")
+        if row.modelled():
+            parts.append(f"{row.seconds / row.modelled():.2f} of its model with {row.pieces} pieces a block")
+            parts.append(f"{row.seconds / row.case.modelled('HO-Ring'):.2f} of that with whole blocks")
         unit = " Mbit/s" if row.case.rate else ""
         head = f"- HO-Ring {row.case.op}, {place(row.case)}{unit}, {row.case.size / 2**20:g} MiB: "
         lines.append(head + "; ".join(parts))

@@ -129,6 +129,34 @@ def test_parameters_of_one_element_on_8_ranks(tmp_path, strategy, everything):
     assert everything or strategy == "NNN" or min(owned) == 0
 
 
+FUSED = """
+import megatron.core.tensor_parallel.layers as layers
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+class Kernels:
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs, grads, main_grad):
+        main_grad.add_(grads.t() @ inputs)
+
+layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = Kernels, True
+post_init = TransformerConfig.__post_init__
+
+def __post_init__(self):
+    post_init(self)
+    self.gradient_accumulation_fusion = True
+
+TransformerConfig.__post_init__ = __post_init__
+"""
+
+
+@pytest.mark.parametrize("strategy", ["IIG", *(pytest.param(n, marks=full) for n in ("NNN", "NGG", "GGG"))])
+def test_weight_gradients_that_kernels_add(tmp_path, strategy):
+    """As fused kernels do on a GPU: into the buffer, past autograd, tied embeddings on both ways."""
+    run = like_stock(tmp_path, strategy, 4, *GROUPS_OF_2, *AHEAD, patch=FUSED)
+    assert_close(stock().losses(), run.losses(), 1e-5)
+    assert_ran(run, strategy)
+
+
 PRECISIONS = {
     "bf16": ["--bf16"],
     "bf16-grads": ["--bf16", "--grad-reduce-in-bf16"],

@@ -42,8 +42,11 @@ LAYOUTS = {
     "pp2-dp2-distopt-overlap": (4, [PP, "2", *DISTOPT, *OVERLAP], "reduce_scatter"),
 }
 COVERING = {
-    "gpt": set(LAYOUTS) - {"dp2-overlap", "dp4-instances2", "tp2-sp-pp2"},
-    "llama": {"pp2", "tp2-sp", "dp2-distopt", "pp2-dp2-distopt-overlap"},
+    "gpt": {
+        *("pp4", "pp2-interleaved", "tp2", "tp2-sp-recompute-full", "dp2", "dp2-distopt-overlap"),
+        *("dp4-instances2-overlap", "recompute-selective"),
+    },
+    "llama": {"pp2", "tp2-sp", "pp2-dp2-distopt-overlap"},
 }
 ARCHITECTURES = {"gpt": [], "llama": LLAMA}
 CASES = [

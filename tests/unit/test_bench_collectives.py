@@ -56,7 +56,7 @@ def test_bytes_and_times_where_only_the_nic_counts(report):
     assert of.bound() == pytest.approx(2 * seconds)
     assert case(report, 2, 2).modelled("gloo") == pytest.approx(3 * seconds)
     both = case(report, 2, 2, "all-reduce")
-    assert [both.nic_bytes(method) / 2**23 for method in report.METHODS] == [6, 6, 4, 4, 4]
+    assert [both.nic_bytes(method) / 2**23 for method in report.METHODS] == [6, 6, 4, 4, 4, 4]
     assert both.modelled("HO-Ring") == pytest.approx(4 * seconds)
     assert case(report, 2, 2, rate=None).modelled("HO-Ring") is None
 
@@ -68,10 +68,25 @@ def test_times_with_a_limit_inside(report):
     assert of.modelled("two-phase") == pytest.approx(4 * unit)
     assert of.modelled("HO-Ring") == pytest.approx(3 * unit)
     assert of.bound() == pytest.approx(2 * unit)
+    for pieces in (2, 4, 16):
+        assert of.modelled("HO-Ring", pieces) == pytest.approx((2 + 1 / pieces) * unit)
+
+
+@pytest.mark.parametrize("op", ["all-gather", "reduce-scatter", "all-reduce"])
+@pytest.mark.parametrize("intra_rate", [None, 10**8, 4 * 10**8])
+def test_whole_blocks_are_the_planners_model(report, op, intra_rate):
+    from megatron_ext.paro.cost import ho_ring_gather, ho_ring_reduce
+
+    of = case(report, 4, 2, op, intra_rate=intra_rate)
+    between = of.size / 8 / (1e8 / 8 / 2)
+    inside = of.size / 8 / (intra_rate / 8 / 2) if intra_rate else 0.0
+    gather, reduce = ho_ring_gather(4, inside, between), ho_ring_reduce(4, inside, between)
+    expected = {"all-gather": gather, "reduce-scatter": reduce, "all-reduce": gather + reduce}[op]
+    assert of.modelled("HO-Ring uncut") == pytest.approx(expected)
 
 
 def rows(report, **seconds):
-    names = dict(zip(("gloo", "flat", "two", "rings", "ho"), report.METHODS, strict=True))
+    names = dict(zip(("gloo", "flat", "two", "rings", "ho", "uncut"), report.METHODS, strict=True))
     of = case(report, 2, 2)
     return [report.Row(of, names[key], value, value, value, 2.0**24) for key, value in seconds.items()]
 
@@ -82,7 +97,7 @@ def test_report(report, tmp_path):
     text = (tmp_path / "results.md").read_text()
     assert "| 2x2 100 | 32 | all-gather | HO-Ring | 1.400 |" in text
     assert "30.0% less time than the flat ring, 90% of the 33.3% that its bytes allow" in text
-    assert "0.93 of the better two-phase; 0.64 of gloo's own; 1.04 of its model" in text
+    assert "0.93 of the better two-phase; 0.64 of gloo's own; 1.04 of its model with 1 pieces" in text
     assert "36.5%" in text
     assert (tmp_path / "results.svg").read_text().count("<rect") == 1 + len(found)
 

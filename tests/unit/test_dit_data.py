@@ -1,14 +1,10 @@
 """Training samples: what is random follows from seed and index; digits, videos, sampling order, judgement."""
 
-import sys
-
 import numpy as np
-import pytest
 import torch
 
 from megatron_ext.dit import data, evaluation
 from megatron_ext.dit.tokens import Geometry
-from megatron_ext.problems import UserError
 
 DIGIT = Geometry(channels=1, frames=1, height=8, width=8, patch=2)
 
@@ -92,9 +88,3 @@ def test_judge_tells_digits_from_wrong_ones():
     wrong = evaluation.judge(real.videos(DIGIT), (labels + 1) % 10)
     assert wrong.on_samples < 0.05
     assert "of 180 samples" in str(wrong)
-
-
-def test_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(UserError, match=r"megatron_ext\[dit\]"):
-        data.load_digits()

@@ -90,3 +90,17 @@ def test_stock_defaults_follow_from_the_picture():
     assert defaults["tokenizer_type"] == "NullTokenizer"
     bad = config.preparse(["--dit-patch-size", "5"], [DiTConfig])
     assert "seq_length" not in rules.stock_defaults(bad)
+
+
+def test_packages_that_are_missing(monkeypatch):
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    (problem,) = rules.problems_of(job(dit_samples="out"))
+    assert "Not installed: scikit-learn (--dit-data digits) and Pillow (--dit-samples)." in problem
+    assert "pip install 'megatron_ext[dit]'" in problem
+    assert rules.problems_of(job(dit_data="random")) == []
+
+
+def test_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    (problem,) = rules.problems_of(job(dit_samples=str(tmp_path / "file")))
+    assert f"--dit-samples {tmp_path / 'file'} cannot be written: " in problem

@@ -219,7 +219,7 @@ def test_pip_gets_constraints_and_the_checkout(machine):
     machine.setup()
     line = machine.calls_file.read_text().splitlines()[1]
     root = machine.checkout
-    assert line == f"pip -m pip install --constraint {root}/constraints.txt --editable {root}[dev]"
+    assert line == f"pip -m pip install --constraint {root}/constraints.txt --editable {root}[dev,dit]"
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "setup.py", "constraints.txt"])
@@ -427,7 +427,8 @@ def test_quickstart_names_the_step_that_failed(machine):
 
 def test_constraints_pin_every_direct_dependency_as_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [Requirement(text) for text in project["dependencies"] + project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    wanted = [Requirement(text) for text in project["dependencies"] + extras["dev"] + extras["dit"]]
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pins = dict(line.split("==") for line in lines)
     assert {canonicalize_name(name) for name in pins} == {canonicalize_name(need.name) for need in wanted}
