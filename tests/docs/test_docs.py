@@ -36,6 +36,9 @@ OUTPUTS = re.compile(
 page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPO)))
 
 
+PLANS = ("layers", "paro")
+
+
 @functools.cache
 def known_flags() -> set[str]:
     """Every option of Megatron, of ours, of the tools, and of the programs around them."""
@@ -51,6 +54,8 @@ def known_flags() -> set[str]:
     flags = set(parser._option_string_actions) | {"--cpu", "--help", "--version"}
     helps = [["-m", "megatron_ext", tool] for tool in cli.TOOLS]
     helps += [["scripts/bench/vocab.py", command] for command in ("train", "paced")]
+    helps += [["scripts/bench/paro.py", command] for command in ("train", "scaling")]
+    helps += [["scripts/bench/collectives.py"], *(["-m", "megatron_ext", "plan", what] for what in PLANS)]
     helps += [["-m", "megatron_ext.netlab", command] for command in ("run", "measure")]
     for program in helps:
         text = subprocess.run(

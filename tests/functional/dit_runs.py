@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.functional.runs import REPO, Run, launch, merged, read_record
 from tests.ranks import run_ranks
 
-# 4 layers on 16 tokens a digit, 16 samples a step; no bias on the keys (configs/dit-digits-cpu.yaml says why).
+# 4 layers on 16 tokens a digit, 16 samples a step; keys have no bias (configs/dit-digits-cpu.yaml says why).
 MODEL = (
     "--num-layers 4 --hidden-size 48 --num-attention-heads 4 --disable-bias-linear --normalization RMSNorm "
     "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3 --lr-decay-style constant --weight-decay 0.1 "

@@ -1,7 +1,8 @@
 """The diffusion transformer: every layout trains like one rank, resumes exactly, and draws what it learnt.
 
 Losses of 10 steps to 1e-5 relative, grad norms to 1e-4, every gradient of step 1 within 5e-6 of the largest,
-from a checkpoint that was trained for some steps: at the start AdaLN-Zero lets no gradient through to the layers.
+from a checkpoint that was trained for some steps: at the start AdaLN-Zero lets no gradient through to the
+layers.
 """
 
 import json
