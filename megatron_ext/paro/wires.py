@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_ext.paro.quantise import BLOCK, decode, encode, wire_bytes
 
-SMALLEST_PIECE = 128 * 1024
+SMALLEST_PIECE = 256 * 1024
 """Bytes below which a block is not cut: a piece costs a hand-over between threads and a collective."""
 MOST_PIECES = 16
 

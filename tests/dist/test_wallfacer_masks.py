@@ -42,7 +42,7 @@ def test_packed_documents():
 
 
 @pytest.mark.full
-@ranks(4)
+@ranks(4, timeout=600)
 def test_packed_documents_of_the_specification():
     from tests.dist import wallfacer_cases as w
 

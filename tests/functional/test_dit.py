@@ -116,7 +116,8 @@ def test_resume(trained, tmp_path, saved, loaded, exact):
 
 
 def test_sequence_that_is_not_the_picture_is_refused(tmp_path):
-    run = train(tmp_path, 1, "--seq-length", "17", "--dit-evaluate", "--dit-data", "random", check=False)
+    sizes = ["--seq-length", "17", "--max-position-embeddings", "17"]
+    run = train(tmp_path, 1, *sizes, "--dit-evaluate", "--dit-data", "random", check=False)
     assert run.ranks[0].exit_code == 2
     assert "2 problems, nothing was started" in run.output
     assert "--seq-length 17, but the picture is 16 tokens" in run.output
