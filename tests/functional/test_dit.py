@@ -35,7 +35,7 @@ LAYOUTS = {
     "tp2-sp-pp2": (4, [*SP, *PP], "send"),
     "tp2-sp-recompute": (2, [*SP, *RECOMPUTE], "reduce_scatter"),
 }
-SUBSET = {"tp2-sp", "pp2", "dp2-distopt", "pp2-dp2-distopt"}
+SUBSET = {"tp2-sp", "pp2-dp2-distopt"}
 CASES = [pytest.param(name, marks=[] if name in SUBSET else [full]) for name in LAYOUTS]
 DRAW = "--dit-samples samples --dit-samples-per-class 2 --dit-sample-steps 3".split()
 

@@ -71,7 +71,7 @@ CASES = {
     "decoupled-lr": (LLAMA, 2, 2, 1, ["--decoupled-lr", "3e-3", "--decoupled-min-lr", "1e-4"]),
 }
 COVERING = {
-    "naive": {"pp2", "pp4-untied"},
+    "naive": {"pp4-untied"},
     "vocab-1": {"pp4", "tp2-pp2-sp-untied", "pp2-chunks", "pp4-blocking", "pp4-two"},
     "vocab-2": {
         *("pp4", "pp3-uneven", "pp1", "tp2-pp2-sp", "dp2-pp2-distopt", "pp2-recompute", "pp2-selective"),
