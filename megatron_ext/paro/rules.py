@@ -85,6 +85,10 @@ _REFUSED = {
     ),
     "perform_rl_step": ("--perform-rl-step", "moves parameters in and out of memory by itself"),
     "inprocess_restart": ("--inprocess-restart", "replaces process groups that the engine holds"),
+    "optimizer_cuda_graph": (
+        "--optimizer-cuda-graph",
+        "captures the optimizer step, in which updated parameters are sent",
+    ),
     "qk_clip": ("--qk-clip", "scales whole matrices after the optimizer step"),
     "nccl_ub": ("--use-nccl-ub", "registers buffers that are not there"),
 }

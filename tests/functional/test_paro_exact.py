@@ -7,6 +7,7 @@ import torch
 
 from megatron_ext.paro.memory import GRADS_BEHIND, PARAMS_AHEAD
 from megatron_ext.paro.strategy import NAMES, Level, Strategy
+from megatron_ext.tools.memory import main as memory_tool
 from tests.functional.paro_runs import AHEAD, GROUPS_OF_2, assert_ran, script, seed, stock
 from tests.functional.runs import Run, assert_close, train
 from tests.functional.test_stock_parity import FULL_RECOMPUTE, PP, TP
@@ -124,7 +125,7 @@ def test_evaluation(tmp_path, strategy, flags):
         pytest.param("NIG", [*AHEAD, "--paro-inter-dtype", "int8"], marks=full),
     ],
 )
-def test_measured_memory(tmp_path, strategy, flags):
+def test_measured_memory(tmp_path, capsys, strategy, flags):
     """Whole layers exist while they are used: at most one more than the one in use, and two gradients."""
     run = train(tmp_path, 4, *GROUPS_OF_2, *flags, "--paro-strategy", strategy, "--ext-memory", steps=3)
     levels = Strategy.parse(strategy)
@@ -141,6 +142,8 @@ def test_measured_memory(tmp_path, strategy, flags):
         assert levels.grads is not Level.N or peaks["gradients"] == most
         assert peaks["optimizer"] >= ours["bytes"]["optimizer"]
         assert "PaRO" in run.start(rank)["no_planned_memory"]
+    assert memory_tool([str(run.folder / "record")]) == 0
+    assert "activations" in capsys.readouterr().out
 
 
 def in_use(units: list[dict], entry: str, layers: int) -> int:
