@@ -107,18 +107,18 @@ def make_groups(k: int, m: int):
     """This rank's process groups."""
     import torch.distributed as dist
 
-    from megatron_ext.groups import GroupRegistry
     from megatron_ext.paro.collectives import HybridGroups
 
-    registry = GroupRegistry()
+    rank = dist.get_rank()
 
     def own(name: str, lists: list[list[int]]):
-        return registry.get(f"paro-{name}", lists, communicator=f"paro-{name}")
+        made = {tuple(ranks): dist.new_group(ranks, group_desc=f"paro-{name}") for ranks in lists}
+        return next(group for ranks, group in made.items() if rank in ranks)
 
     return HybridGroups(
         members=own("members", [list(range(i * m, i * m + m)) for i in range(k)]),
         groups=own("groups", [list(range(j, k * m, m)) for j in range(m)]),
-        flat=own("flat", [list(range(dist.get_world_size()))]),
+        flat=own("flat", [list(range(k * m))]),
     )
 
 
