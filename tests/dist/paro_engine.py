@@ -1,7 +1,7 @@
 """For tests of PaRO's engine without a training script: a tiny GPT, its wrapper and its optimizer."""
 
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -34,7 +34,8 @@ def megatron():
 
 @functools.cache
 def _groups(k: int, m: int):
-    return hybrid_groups(k, m), [dist.new_group([r]) for r in range(k * m)][dist.get_rank()]
+    alone = [dist.new_group([r]) for r in range(k * m)][dist.get_rank()]
+    return hybrid_groups(k, m), hybrid_groups(k, m, "-grads"), alone
 
 
 class Engine:
@@ -51,6 +52,9 @@ class Engine:
         optimizer: str = "adam",
         inter_dtype: str = "native",
         frozen: tuple[str, ...] = (),
+        comm: str = "two-phase",
+        overlap: bool = False,
+        reshard: bool = True,
     ):
         from megatron_ext.paro.data_parallel import ParoDataParallel, Setup
         from megatron_ext.paro.volume import Wire
@@ -62,18 +66,19 @@ class Engine:
             param.requires_grad = not any(part in name for part in frozen)
         n, levels = dist.get_world_size(), Strategy.parse(strategy)
         k = n // members
-        groups, alone = _groups(k, members)
-        exact = _collectives(groups, "native")
+        groups, for_grads, alone = _groups(k, members)
+        exact = _collectives(groups, "native", comm)
         setup = Setup(
             strategy=levels,
             grid=Grid.of(dist.get_rank(), k, members),
-            params=_collectives(groups, inter_dtype),
-            grads=_collectives(groups, inter_dtype),
+            params=_collectives(groups, inter_dtype, comm),
+            grads=_collectives(for_grads, inter_dtype, comm),
             exact=exact,
             make_lane=lambda name, overlap: make_lane(name, overlap=overlap, on_gpu=False),
-            wire=Wire(k, members, "two-phase", inter_dtype, "gloo"),
+            wire=Wire(k, members, comm, inter_dtype, "gloo"),
+            reshard=reshard,
         )
-        self.chunk = ParoDataParallel(model.config, _ddp_config(), model, setup=setup)
+        self.chunk = ParoDataParallel(model.config, _ddp_config(overlap), model, setup=setup)
         self.stats = {Level.N: alone, Level.I: groups.members, Level.G: groups.flat}[levels.optimizer]
         self.optimizer = self._make_optimizer()
 
@@ -98,22 +103,28 @@ class Engine:
         )
         return make(config, [self.chunk], groups)
 
-    def step(self, data: int) -> None:
-        """One step on the samples of seed `data`, which the ranks share out."""
+    def step(self, data: int, microbatches: int = 1, *, wait: bool = True) -> tuple[float, float]:
+        """One step on the samples of seed `data`, which the ranks share out; returns loss and grad norm.
+
+        Without `wait`, updates of parameters may still be on their way.
+        """
         n, rank = dist.get_world_size(), dist.get_rank()
-        generator = torch.Generator().manual_seed(data)
-        tokens = torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=generator)
-        own = tokens[rank * SAMPLES // n : (rank + 1) * SAMPLES // n]
-        positions = torch.arange(LENGTH).expand(len(own), LENGTH)
-        mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+        own = samples(data)[rank * SAMPLES // n : (rank + 1) * SAMPLES // n]
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.chunk(own[:, :-1], positions, mask, labels=own[:, 1:])
-        loss.float().mean().backward()
+        total = torch.zeros(())
+        for number, part in enumerate(own.chunk(microbatches)):
+            with self.chunk.no_sync() if number + 1 < microbatches else nullcontext():
+                loss = loss_of(self.chunk, part) / microbatches
+                loss.backward()
+            total += loss.detach() / n
         self.chunk.finish_grad_sync()
-        success, _, _ = self.optimizer.step()
+        success, norm, _ = self.optimizer.step()
         assert success
-        self.chunk.wait_for_updates()
+        if wait:
+            self.chunk.wait_for_updates()
+        dist.all_reduce(total)
+        return total.item(), norm
 
     def state_dict(self, *, loading: bool = False, metadata: dict | None = None) -> dict:
         """As Megatron's `generate_state_dict` makes it with our patches."""
@@ -218,16 +229,46 @@ def _model(seed: int, dtype: torch.dtype, tied: bool):
     return Float16Module(config, model) if dtype is torch.bfloat16 else model
 
 
-def _ddp_config():
+def samples(data: int) -> torch.Tensor:
+    """All samples of a step, by seed."""
+    generator = torch.Generator().manual_seed(data)
+    return torch.randint(VOCAB, (SAMPLES, LENGTH + 1), generator=generator)
+
+
+def loss_of(model, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean loss of some samples."""
+    positions = torch.arange(LENGTH).expand(len(tokens), LENGTH)
+    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    return model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:]).float().mean()
+
+
+def plain(steps: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """What torch alone makes of the model of seed 0 on this rank: (loss, grad norm) by step, and weights."""
+    model = _model(0, torch.float32, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
+    seen = []
+    for data in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, samples(data))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seen.append((loss.item(), norm.item()))
+    return seen, {name: param.detach() for name, param in model.named_parameters()}
+
+
+def _ddp_config(overlap: bool):
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    return DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=overlap, overlap_param_gather=overlap
+    )
 
 
-def _collectives(groups, inter_dtype: str):
+def _collectives(groups, inter_dtype: str, comm: str):
     from megatron_ext.paro.collectives import make_collectives
 
-    return make_collectives("two-phase", groups, inter_dtype=inter_dtype)
+    return make_collectives(comm, groups, inter_dtype=inter_dtype)
 
 
 def _megatrons(metadata: dict | None) -> dict:

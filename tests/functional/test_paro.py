@@ -59,12 +59,14 @@ def test_every_strategy(tmp_path, strategy):
 
 
 @full
-@pytest.mark.parametrize("comm", ["two-phase", "ho-ring", "flat"])
-@pytest.mark.parametrize("strategy", NAMES)
-def test_every_collective(tmp_path, strategy, comm):
-    """Without overlap, which changes no bit (test_paro_exact.py)."""
-    run = like_stock(tmp_path, strategy, 4, *GROUPS_OF_2, "--paro-comm", comm)
-    assert_ran(run, strategy, comm=comm)
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [(name, flags) for name in ("NNN", "NIG", "IIG", "GGG") for flags in ([], HO_RING, FLAT)],
+)
+def test_every_collective(tmp_path, strategy, flags):
+    """All strategies with all collectives: tests/dist/test_paro_engine.py."""
+    run = like_stock(tmp_path, strategy, 4, *GROUPS_OF_2, *flags)
+    assert_ran(run, strategy, **how(flags))
 
 
 LAYOUTS = {
@@ -108,7 +110,7 @@ INTERLEAVED = [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
 )
 def test_two_data_parallel_ranks(tmp_path, strategy, flags):
     """In one group. An interleaved pipeline has a wrapper per model chunk; they share lanes and groups."""
-    world = 8 if TP in flags else 4
+    world = 8 if {PP, TP} <= set(flags) else 4
     run = like_stock(tmp_path, strategy, world, *GROUPS_OF_2, *flags, seeded=True)
     assert_ran(run, strategy, k=1, **how(flags))
 
@@ -173,7 +175,7 @@ def test_microbatches_and_bytes_between_groups(tmp_path, strategy):
 
 @full
 @pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("strategy", ["NNN", "NIG", "IIG", "GGG"])
+@pytest.mark.parametrize("strategy", ["NIG", "IIG", "GGG"])
 def test_microbatches_of_several_sequences(tmp_path, strategy, size):
     """A global batch of 12 as 3 microbatches of 1 sequence on each rank, and as 1 of 3."""
     batch = ("--global-batch-size", "12", "--micro-batch-size", str(size))
@@ -185,13 +187,13 @@ def test_microbatches_of_several_sequences(tmp_path, strategy, size):
     ("strategy", "world", "m"),
     [
         ("IIG", 2, 1),
-        *(pytest.param(strategy, 2, m, marks=full) for strategy in NAMES for m in (1, 2)),
+        *(pytest.param(strategy, 2, m, marks=full) for strategy in WITH_OTHERS for m in (1, 2)),
         *(pytest.param(strategy, 1, 1, marks=full) for strategy in ("NNN", "NIG", "GGG")),
         *(pytest.param("IIG", 4, m, marks=full) for m in (1, 4)),
     ],
 )
 def test_dimensions_of_one(tmp_path, strategy, world, m):
-    """One group, groups of one, or both: a dimension of size 1 sends nothing."""
+    """One group, groups of one, or both: a dimension of size 1 sends nothing. All: test_paro_engine.py."""
     run = like_stock(tmp_path, strategy, world, "--paro-group-size", str(m), *AHEAD)
     assert_ran(run, strategy, k=world // m, m=m)
     silent = {"paro-members": m == 1, "paro-groups": m == world}
