@@ -247,12 +247,33 @@ def modelled(args: argparse.Namespace, name: str, run: dict, compute: float) -> 
         return None
     from megatron_ext.paro.cost import Compute, step_seconds
     from megatron_ext.paro.network import Link, Network
-    from megatron_ext.paro.passes import UnitSize
     from megatron_ext.paro.strategy import Strategy
     from megatron_ext.paro.volume import Wire
 
     found = run["paro"]
-    units = [
+    inside = Link(0.0, (args.intra_rate or parse_rate("16gbit")) / 8)
+    network = Network.given(
+        inside, Link(0.0, args.rate / 8), members=args.ranks_per_node, ranks_per_nic=args.ranks_per_node
+    )
+    comm = next(word for word in name.replace(",", "").split() if word in ("flat", "two-phase", "ho-ring"))
+    step = step_seconds(
+        Strategy.parse(found["strategy"]),
+        units_of(found),
+        Wire(found["groups"], found["members"], comm),
+        network,
+        args.microbatches,
+        Compute(),
+        overlap_params=False,
+        overlap_grads=False,
+    )
+    return round(step.total + compute, 3)
+
+
+def units_of(found: dict) -> list:
+    """The units of a run, as its record describes them."""
+    from megatron_ext.paro.passes import UnitSize
+
+    return [
         UnitSize(
             unit["padded"],
             unit["param_bytes"],
@@ -262,22 +283,6 @@ def modelled(args: argparse.Namespace, name: str, run: dict, compute: float) -> 
         )
         for unit in found["units"]
     ]
-    inside = Link(0.0, (args.intra_rate or parse_rate("16gbit")) / 8)
-    network = Network.given(
-        inside, Link(0.0, args.rate / 8), members=args.ranks_per_node, ranks_per_nic=args.ranks_per_node
-    )
-    comm = next(word for word in name.replace(",", "").split() if word in ("flat", "two-phase", "ho-ring"))
-    step = step_seconds(
-        Strategy.parse(found["strategy"]),
-        units,
-        Wire(found["groups"], found["members"], comm),
-        network,
-        args.microbatches,
-        Compute(),
-        overlap_params=False,
-        overlap_grads=False,
-    )
-    return round(step.total + compute, 3)
 
 
 def spearman(rows: list[dict]) -> float | None:

@@ -55,7 +55,8 @@ def known_flags() -> set[str]:
     helps = [["-m", "megatron_ext", tool] for tool in cli.TOOLS]
     helps += [["scripts/bench/vocab.py", command] for command in ("train", "paced")]
     helps += [["scripts/bench/paro.py", command] for command in ("train", "scaling")]
-    helps += [["scripts/bench/collectives.py"], *(["-m", "megatron_ext", "plan", what] for what in PLANS)]
+    helps += [["scripts/bench/collectives.py"], ["scripts/bench/paro_overlap.py"]]
+    helps += [*(["-m", "megatron_ext", "plan", what] for what in PLANS)]
     helps += [["-m", "megatron_ext.netlab", command] for command in ("run", "measure")]
     for program in helps:
         text = subprocess.run(
