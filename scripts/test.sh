@@ -31,6 +31,8 @@ step "ruff format"
 # One thread a rank: several ranks share the cores, and sums come out in one order.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTHONUNBUFFERED=1
+# Every rank of every case imports the package anew: compiled once, not each time.
+unset PYTHONDONTWRITEBYTECODE
 step "pytest -m '$selection'"
 trap - ERR
 cd "$root"
