@@ -141,6 +141,8 @@ def _on_cpu(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(*args, **kwargs):
+        if kwargs.get("pin_memory"):  # pinning needs a driver
+            kwargs["pin_memory"] = False
         if is_cuda(kwargs.get("device")):
             kwargs["device"] = cpu
         elif any(is_cuda(a) for i, a in enumerate(args[:4]) if not isinstance(a, int) or i == index_at):

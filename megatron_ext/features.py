@@ -8,7 +8,7 @@ the table as an argument so that tests can use one of their own.
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.compositions import STOCK_OPTIONS, UNTESTED, WORKS
 from megatron_ext.config import RunConfig
@@ -19,6 +19,14 @@ from megatron_ext.paro.install import paro_adjust, paro_patches
 from megatron_ext.vocab import rules as vocab_rules
 from megatron_ext.vocab.config import VocabConfig
 from megatron_ext.vocab.install import vocab_groups, vocab_patches
+from megatron_ext.wallfacer import rules as wallfacer_rules
+from megatron_ext.wallfacer.config import WallfacerConfig
+from megatron_ext.wallfacer.install import (
+    wallfacer_adjust,
+    wallfacer_describe,
+    wallfacer_groups,
+    wallfacer_patches,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.groups import GroupRegistry
@@ -67,6 +75,8 @@ class Feature:
     """Its process groups by name, from Megatron's validated arguments; pure. The launcher makes them."""
     adjust: Callable[[Namespace, Namespace], None] = lambda args, flags: None
     """What it sets in Megatron's validated arguments, and in its own flags: what only they decide."""
+    describe: Callable[[Namespace, Namespace], dict[str, Any]] = lambda args, flags: {}
+    """What the run record's start line says under its name, from the same after `adjust`; pure."""
     checks: tuple[str, ...] = ()
     """Names of --ext-check that it implements."""
     conflicts: Mapping[str, str] = field(default_factory=dict)
@@ -126,7 +136,42 @@ FEATURES: tuple[Feature, ...] = (
         name="wallfacer",
         title="WallFacer",
         what="context-parallel attention that sends less than a ring does on long sequences",
-        status="planned",
+        status="ready",
+        config=WallfacerConfig,
+        enabled=lambda flags: "wallfacer" in (flags.cp_comm_type or ()),
+        stock_flags=("--cp-comm-type",),
+        rules=wallfacer_rules.RULES,
+        patches=wallfacer_patches,
+        groups=wallfacer_groups,
+        adjust=wallfacer_adjust,
+        describe=wallfacer_describe,
+        checks=("bytes",),
+        conflicts={
+            "vocab": WORKS,
+            "paro": WORKS,
+            "tp": WORKS,
+            "sp": WORKS,
+            "pp": WORKS,
+            "interleaved": WORKS,
+            "dp": WORKS,
+            "distopt": WORKS,
+            "instances": UNTESTED,
+            "overlap": WORKS,
+            "cp": WORKS,
+            "recompute": WORKS,
+            "bf16": WORKS,
+            "fp16": WORKS,
+            "fp8": UNTESTED,
+            "moe": UNTESTED,
+            "mla": "its keys and values have heads of different sizes, which are not sent together yet. "
+            "Remove --multi-latent-attention.",
+            "mtp": UNTESTED,
+            "hybrid": UNTESTED,
+            "fsdp": UNTESTED,
+            "fsdp2": UNTESTED,
+            "graphs": "a captured graph repeats the transfers of one step. Remove the CUDA graph options.",
+        },
+        doc="docs/wallfacer.md",
     ),
     Feature(
         name="paro",

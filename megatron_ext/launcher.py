@@ -217,6 +217,10 @@ class Launcher:
                 feature.adjust(validated, self.flags)
         except ValueError as error:
             problems.refuse([str(error)])
+        if self.record is not None:
+            for feature in self.on:
+                if described := feature.describe(validated, self.flags):
+                    self.record.info[feature.name] = described
         return validated
 
 

@@ -21,13 +21,14 @@ from megatron_ext.rules_pipeline import PIPELINE_RULES
 from megatron_ext.rules_sizes import SIZE_RULES
 from megatron_ext.rules_training import TRAINING_RULES
 from megatron_ext.vocab.rules import flags_need_the_mode
+from megatron_ext.wallfacer.rules import flags_need_the_comm_type
 
 Rule = Callable[[Namespace], str | None]
 
 
 def base_rules() -> tuple[Rule, ...]:
     """Rules for every job, with or without our features."""
-    features = (flags_need_the_mode, flags_need_the_strategy)
+    features = (flags_need_the_mode, flags_need_the_strategy, flags_need_the_comm_type)
     return (*SIZE_RULES, *PIPELINE_RULES, *TRAINING_RULES, *FILE_RULES, *features)
 
 

@@ -98,10 +98,12 @@ def context_parallel(args: Namespace, explicit: set[str]) -> str | None:
     """Stock attention outside Transformer Engine asserts a context-parallel size of 1."""
     if args.context_parallel_size == 1 and not getattr(args, "hybrid_context_parallel", False):
         return None
+    if "wallfacer" in (getattr(args, "cp_comm_type", None) or ()):
+        return None
     return (
         f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention "
-        "(Megatron's own supports only 1), and --cpu is set. Set it to 1, and use "
-        "--tensor-model-parallel-size, --pipeline-model-parallel-size or more data-parallel ranks instead."
+        "(Megatron's own supports only 1), and --cpu is set. Add --cp-comm-type wallfacer, whose attention "
+        "runs on CPU, or set it to 1."
     )
 
 

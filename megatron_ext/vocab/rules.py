@@ -16,10 +16,12 @@ def context_parallel_needs_te(args: Namespace) -> str | None:
     """Stock's local attention knows no context parallelism."""
     if args.context_parallel_size <= 1 or args.transformer_impl != "local":
         return None
+    if "wallfacer" in args.cp_comm_type:
+        return None
     return (
         f"--vocab-parallel {args.vocab_parallel} with --context-parallel-size {args.context_parallel_size}: "
         "--transformer-impl local has no context-parallel attention. Use --transformer-impl "
-        "transformer_engine, or --context-parallel-size 1."
+        "transformer_engine or --cp-comm-type wallfacer, or --context-parallel-size 1."
     )
 
 
