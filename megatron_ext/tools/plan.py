@@ -6,13 +6,14 @@ import sys
 SUBJECTS = {
     "layers": "the best split of layers over pipeline stages that stock can do",
     "paro": "sharding strategies for parameters, gradients and optimizer states, compared",
+    "wallfacer": "team sizes, bundles and placements of context-parallel attention, compared",
 }
 EXIT_BAD_INPUT = 2
 
 
 def usage() -> str:
     """The text of `megatron-ext plan --help`."""
-    lines = "\n".join(f"  {name:<8} {what}" for name, what in SUBJECTS.items())
+    lines = "\n".join(f"  {name:<9} {what}" for name, what in SUBJECTS.items())
     return f"usage: megatron-ext plan SUBJECT ...\n\n{lines}\n\nmegatron-ext plan SUBJECT --help says more."
 
 

@@ -66,10 +66,17 @@ def layout_of(params: "PackedSeqParams") -> Layout:
             "packed sequences that name context-parallel ranks of their own (dynamic context parallelism): "
             "WallFacer's teams are made of all of them. Use another --cp-comm-type"
         )
-    ends = [params.cu_seqlens_q_padded, params.cu_seqlens_q, params.cu_seqlens_kv_padded, params.cu_seqlens_kv]
+    ends = [
+        params.cu_seqlens_q_padded,
+        params.cu_seqlens_q,
+        params.cu_seqlens_kv_padded,
+        params.cu_seqlens_kv,
+    ]
     query_padded, query, key_padded, key = (None if x is None else _unfilled(x.tolist()) for x in ends)
     if (query_padded, query) != (key_padded, key) or query is None:
-        raise ValueError("packed sequences whose queries and keys have other lengths: WallFacer wants one set")
+        raise ValueError(
+            "packed sequences whose queries and keys have other lengths: WallFacer wants one set"
+        )
     return packed(query if query_padded is None else query_padded, query)
 
 
@@ -168,10 +175,12 @@ class WallFacerAttention(MegatronModule):
     ) -> dict[str, Any]:
         """Keyword arguments of `Rings.attend`."""
         causal = mask_type in CAUSAL
-        if mask_type not in CAUSAL + OTHERS or (mask_type is AttnMaskType.padding and packed_seq_params is None):
+        if mask_type not in CAUSAL + OTHERS or (
+            mask_type is AttnMaskType.padding and packed_seq_params is None
+        ):
             raise ValueError(
-                f"a mask of the type {mask_type.name}: WallFacer computes causal and bidirectional attention, "
-                "and padding only of packed documents"
+                f"a mask of the type {mask_type.name}: WallFacer computes causal and bidirectional "
+                "attention, and padding only of packed documents"
             )
         left, right = (None if side < 0 else side for side in self.window)
         mask = Mask(left, 0 if causal else right)

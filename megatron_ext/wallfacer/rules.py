@@ -53,7 +53,7 @@ def teams_fit(args: Namespace) -> str | None:
         Geometry(size, team, (team if text != "auto" else 1) if bundle is None else bundle)
     except ValueError:
         fitting = ", ".join(f"{c} and {k}" for c, k in shapes(size))
-        product = "" if text == "auto" else f" (bundle K is the team size C if not given) C * K"
+        product = "" if text == "auto" else " (bundle K is the team size C if not given) C * K"
         return (
             f"{' and '.join(flags)} with --context-parallel-size {size}:{product} must divide {size}. "
             f"C and K can be {fitting}."
@@ -77,8 +77,8 @@ def no_dropout(args: Namespace) -> str | None:
     if not args.attention_dropout:
         return None
     return (
-        f"--attention-dropout {args.attention_dropout:g}: WallFacer's attention has no dropout, since no rank "
-        "sees all probabilities of a row. Set --attention-dropout 0 (stock's default is 0.1)."
+        f"--attention-dropout {args.attention_dropout:g}: WallFacer's attention has no dropout, since no "
+        "rank sees all probabilities of a row. Set --attention-dropout 0 (stock's default is 0.1)."
     )
 
 
@@ -126,7 +126,11 @@ def layers_it_knows(args: Namespace) -> str | None:
 
 def kernel_for_type(args: Namespace) -> str | None:
     """Fused kernels on GPUs compute in 16 bits, and heads have a largest size."""
-    if args.distributed_backend == "gloo" or args.wallfacer_kernel not in ("auto", "torch-flash", "flash-attn"):
+    if args.distributed_backend == "gloo" or args.wallfacer_kernel not in (
+        "auto",
+        "torch-flash",
+        "flash-attn",
+    ):
         return None
     found = []
     if not (args.bf16 or args.fp16):
