@@ -61,9 +61,9 @@ def report(request: Request, found: tuple[Candidate, ...]) -> str:
         "",
         grid(_HEAD, [_row(s, best, c) for c in shown], numeric=True),
         "",
-        "Forward and backward pass of one layer and microbatch; bytes are exact, means over the ranks: inside",
-        "nodes, and between them. buffers: what a rank needs while a layer runs; attention: time without any",
-        "communication; time: predicted with it.",
+        "Forward and backward pass of one layer and microbatch; bytes are exact, means over the ranks:",
+        "inside nodes, and between them. buffers: what a rank needs while a layer runs; attention: time",
+        "without any communication; time: predicted with it.",
         "",
         f"Take C={g.team_size} and K={g.bundle_size}: {reason(found)}.",
         "",
@@ -87,7 +87,7 @@ def _row(s: Situation, best: Candidate, c: Candidate) -> list[str]:
         human_bytes(c.between),
         human_bytes(float(max(c.memory.forward, c.memory.backward) + c.memory.kernel)),
         human_bytes(float(c.memory.saved)),
-        human_time(c.seconds.attention),
+        "-" if s.rate is None else human_time(c.seconds.attention),
         human_time(c.seconds.total),
         _verdict(s, best, c),
     ]
@@ -109,8 +109,8 @@ def _setting(request: Request) -> list[str]:
         seen += f", {s.mask.left} keys back"
     nodes = -(-s.size // links.ranks_per_node)
     lines = [
-        f"{s.layout.length} tokens x {shape.batch}, {shape.query_heads} query and {shape.key_heads} key heads "
-        f"of {shape.head_dim} on each tensor-parallel rank, {shape.itemsize} bytes a value, {seen}",
+        f"{s.layout.length} tokens x {shape.batch}, {shape.query_heads} query and {shape.key_heads} key "
+        f"heads of {shape.head_dim} on each tensor-parallel rank, {shape.itemsize} bytes a value, {seen}",
         f"{s.size} context-parallel ranks on {nodes} {'node' if nodes == 1 else 'nodes'}, "
         f"{min(s.size, links.ranks_per_node)} on each"
         + ("; attention's own time left out" if s.rate is None else f", {s.rate / 1e12:g} TFLOP/s each"),

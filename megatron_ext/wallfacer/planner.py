@@ -182,14 +182,14 @@ def reason(found: Sequence[Candidate]) -> str:
         return "the fastest that was compared"
     words = [f"{_ratio(ring.seconds.total, best.seconds.total)} times as fast as plain ring attention"]
     for what, mine, theirs in (
-        ("to other nodes", best.between, ring.between),
-        ("inside nodes", best.inside, ring.inside),
-        ("of memory", best.needed, ring.needed),
+        ("bytes to other nodes", best.between, ring.between),
+        ("bytes inside nodes", best.inside, ring.inside),
+        ("memory", best.needed, ring.needed),
     ):
         if theirs and not 0.995 < mine / theirs < 1.005:
-            words.append(f"{_ratio(mine, theirs)} times the bytes {what}")
+            words.append(f"{_ratio(mine, theirs)} times the {what}")
         elif mine and not theirs:
-            words.append(f"bytes {what}, where a ring sends none")
+            words.append(f"{what}, where a ring sends none")
     return "; ".join(words)
 
 

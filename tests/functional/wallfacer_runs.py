@@ -1,0 +1,105 @@
+"""Runs with WallFacer through the real script: stock references, and the proof that it ran."""
+
+from collections import Counter
+from pathlib import Path
+
+from megatron_ext.wallfacer.geometry import Geometry
+from megatron_ext.wallfacer.options import Options
+from megatron_ext.wallfacer.plan import make_plan
+from megatron_ext.wallfacer.sequence import whole
+from megatron_ext.wallfacer.tiles import CAUSAL, Mask
+from megatron_ext.wallfacer.volume import Cost, Shape, totals
+from tests.functional.paro_runs import script, seed, stock
+from tests.functional.runs import LLAMA, Run, assert_close, train
+from tests.functional.test_stock_parity import assert_gradients
+
+SEQ, HEADS, HEAD_DIM, LAYERS, BATCH = 32, 4, 16, 4, 8
+
+
+def flags_of(cp: int, team: int | str, bundle: int | None = None) -> list[str]:
+    """Flags that turn it on."""
+    found = ["--context-parallel-size", str(cp), "--cp-comm-type", "wallfacer"]
+    found += ["--wallfacer-team-size", str(team)]
+    return found if bundle is None else [*found, "--wallfacer-kv-bundle", str(bundle)]
+
+
+def like_stock(
+    folder: Path,
+    world: int,
+    *flags: str,
+    arch: tuple[str, ...] = tuple(LLAMA),
+    training: tuple[str, ...] = (),
+    patch: str = "",
+    check: str = "bytes,replicas",
+    timeout: float = 300.0,
+) -> Run:
+    """A run whose losses, grad norms and gradients are those of stock on one rank.
+
+    `flags` say how it is trained, `training` and `patch` what; stock has them, too. The run itself checks its
+    bytes and its replicas after every step.
+    """
+    reference = stock(tuple(arch), tuple(training), seeded=True, patch=patch)
+    run = train(
+        folder,
+        world,
+        *(*arch, *seed(tuple(arch)), *training, *flags),
+        *("--ext-check", check, "--ext-dump-grads", str(folder)),
+        script=script(patch),
+        timeout=timeout,
+    )
+    assert len(run.losses()) == 10
+    assert_close(reference.losses(), run.losses(), 1e-5)
+    assert_close(reference.grad_norms(), run.grad_norms(), 1e-4)
+    assert_gradients(reference, run)
+    return run
+
+
+def assert_ran(
+    run: Run,
+    cp: int,
+    team: int,
+    bundle: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    order: str = "gpa",
+    options: Options | None = None,
+    key_heads: int = 2,
+    recomputed: bool = False,
+    mask: Mask = CAUSAL,
+    micro_batch_size: int = 1,
+    itemsize: int = 4,
+) -> None:
+    """The record shows the choice, and on every rank and step bytes that equal the formulas, above zero."""
+    world = len(run.lines)
+    geometry = Geometry(cp, team, bundle, order)
+    cost = Cost(
+        make_plan(geometry, whole(SEQ), mask),
+        Shape(micro_batch_size, HEADS // tp, key_heads // tp, HEAD_DIM, itemsize),
+        options or Options(),
+    )
+    microbatches = BATCH // micro_batch_size // (world // (cp * tp * pp))
+    for rank in range(world):
+        start = run.start(rank)
+        assert "wallfacer" in start["features"]
+        assert start["layout"]["cp"] == cp
+        said = start["wallfacer"]
+        assert (said["team_size"], said["kv_bundle"], said["order"]) == (team, bundle, order)
+        assert said["ring_length"] == cp // (team * bundle)
+        place = start["coords"]["cp"]
+        call = Counter(totals(cost.forward(place)))
+        call.update(totals(cost.backward(place, attached=recomputed)))
+        times = LAYERS // pp * microbatches
+        expected = {key: count * times for key, count in call.items()}
+        assert all(expected.values()) and expected
+        for line in run.steps(rank):
+            assert sent(line) == expected, (rank, line["step"])
+
+
+def sent(line: dict) -> dict[tuple[str, str], int]:
+    """Bytes of attention by (kind, group) of a step."""
+    return {
+        (entry["kind"], entry["group"]): entry["bytes"]
+        for entry in line["traffic"]
+        if entry["feature"] == "wallfacer" and entry["bytes"]
+    }
