@@ -36,7 +36,7 @@ OUTPUTS = re.compile(
 page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPO)))
 
 
-PLANS = ("layers", "paro")
+PLANS = ("layers", "paro", "wallfacer")
 
 
 @functools.cache

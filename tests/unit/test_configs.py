@@ -18,11 +18,18 @@ WORLD_SIZES = {
     "gpt-256k-vocab": 8,
     "gpt-256k-vocab-vp": 8,
     "llama-7b-paro": 32,
+    "llama-7b-128k": 32,
+    "llama-7b-128k-wallfacer": 32,
 }
 # A feature's config beside its baseline: the same job and the flags of the feature.
 FEATURE_CONFIGS = {
     "gpt-256k-vocab-vp": ("gpt-256k-vocab", "vocab", ["--vocab-parallel", "vocab-2"]),
     "llama-7b-paro": ("llama-7b", "paro", ["--paro-strategy", "IIG", "--paro-comm", "ho-ring"]),
+    "llama-7b-128k-wallfacer": (
+        "llama-7b-128k",
+        "wallfacer",
+        ["--cp-comm-type", "wallfacer", "--wallfacer-team-size", "auto"],
+    ),
 }
 each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
