@@ -66,25 +66,27 @@ def layout_of(params: "PackedSeqParams") -> Layout:
             "packed sequences that name context-parallel ranks of their own (dynamic context parallelism): "
             "WallFacer's teams are made of all of them. Use another --cp-comm-type"
         )
-    ends = [
-        params.cu_seqlens_q_padded,
-        params.cu_seqlens_q,
-        params.cu_seqlens_kv_padded,
-        params.cu_seqlens_kv,
-    ]
-    query_padded, query, key_padded, key = (None if x is None else _unfilled(x.tolist()) for x in ends)
-    if (query_padded, query) != (key_padded, key) or query is None:
+    query, keys = (
+        _ends(padded, filled)
+        for padded, filled in (
+            (params.cu_seqlens_q_padded, params.cu_seqlens_q),
+            (params.cu_seqlens_kv_padded, params.cu_seqlens_kv),
+        )
+    )
+    if query != keys:
         raise ValueError(
             "packed sequences whose queries and keys have other lengths: WallFacer wants one set"
         )
-    return packed(query if query_padded is None else query_padded, query)
+    return packed(*query)
 
 
-def _unfilled(ends: list[int]) -> list[int]:
-    """Without the copies of the last end with which collated batches are filled up."""
-    while len(ends) > 2 and ends[-1] == ends[-2]:
-        ends = ends[:-1]
-    return ends
+def _ends(padded: Tensor | None, filled: Tensor) -> tuple[list[int], list[int]]:
+    """Ends of documents with and without padding; what collated batches are filled up with is left out."""
+    rows = list(zip((filled if padded is None else padded).tolist(), filled.tolist(), strict=True))
+    while len(rows) > 2 and rows[-1] == rows[-2]:
+        rows.pop()
+    with_padding, without = zip(*rows, strict=True)
+    return list(with_padding), list(without)
 
 
 class WallFacerAttention(MegatronModule):
