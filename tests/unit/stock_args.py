@@ -12,6 +12,7 @@ DEFAULTS: dict[str, Any] = {
     "bf16": False,
     "attention_backend": "auto",
     "context_parallel_size": 1,
+    "cp_comm_type": ["p2p"],
     "cpu_offloading_num_layers": 0,
     "cuda_graph_impl": "none",
     "data_args_path": None,

@@ -51,7 +51,8 @@ def test_distributed_backend():
 def test_context_parallel():
     text = only(context_parallel_size=2)
     assert text.startswith("--context-parallel-size 2 needs Transformer Engine's attention")
-    assert "Set it to 1" in text
+    assert text.endswith("Add --cp-comm-type wallfacer, whose attention runs on CPU, or set it to 1.")
+    assert cpu_problems(gpt(context_parallel_size=2, cp_comm_type=["wallfacer"]), set()) == []
 
 
 def test_weight_shards():

@@ -49,7 +49,7 @@ def test_nothing_is_sent_to_oneself():
     assert sent(Flow("gather queries", "all_gather", "team", 0, (3,)), 3, ONE_NODE) == Sent()
 
 
-@pytest.mark.parametrize(("size", "order"), itertools.product((4, 8, 16), ORDERS))
+@pytest.mark.parametrize(("size", "order"), [*itertools.product((4, 8, 16), ORDERS)])
 def test_bytes_add_up_to_those_of_the_flows(size, order):
     for team, bundle in shapes(size):
         plan = make_plan(Geometry(size, team, bundle, order), whole(64 * size), CAUSAL)
