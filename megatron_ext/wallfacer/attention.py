@@ -16,6 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_ext.groups import device_of
 from megatron_ext.wallfacer.function import Result, Rings
 from megatron_ext.wallfacer.plan import make_plan
 from megatron_ext.wallfacer.sequence import Layout, packed, whole
@@ -89,6 +90,19 @@ def _ends(padded: Tensor | None, filled: Tensor) -> tuple[list[int], list[int]]:
     return list(with_padding), list(without)
 
 
+def _make_offset(config: "TransformerConfig", heads: int, device: torch.device) -> Tensor | None:
+    """Score of the key without a value that every row sees, one for each head."""
+    if config.softmax_type == "vanilla":
+        return None
+    values = {"device": device, "dtype": config.params_dtype}
+    if config.softmax_type == "off-by-one":
+        return torch.zeros(heads, **values)
+    offset = torch.nn.Parameter(torch.empty(heads, **values))
+    if config.perform_initialization:
+        config.init_method(offset)
+    return offset
+
+
 class WallFacerAttention(MegatronModule):
     """Core attention `[s, b, hq, d]` x `[s, b, hk, d]` -> `[s, b, hq d]` over context-parallel ranks.
 
@@ -132,24 +146,13 @@ class WallFacerAttention(MegatronModule):
             config.window_size, config.window_attn_skip_freq, max(1, layer_number)
         )
         self.window = tuple(config.window_size) if windowed else (-1, -1)
-        self.softmax_offset = self._make_offset(config, config.num_attention_heads // self.tp_group.size())
+        heads = config.num_attention_heads // self.tp_group.size()
+        self.softmax_offset = _make_offset(config, heads, device_of(pg_collection.cp))
         self.setup = setup
         self.results: deque[Result] = deque()
         """Of layers that will be recomputed, oldest first: backward passes come in the order of forward
         passes."""
         setup.layers.append(self)
-
-    def _make_offset(self, config: "TransformerConfig", heads: int) -> Tensor | None:
-        """Score of the key without a value that every row sees, one for each head."""
-        if config.softmax_type == "vanilla":
-            return None
-        values = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
-        if config.softmax_type == "off-by-one":
-            return torch.zeros(heads, **values)
-        offset = torch.nn.Parameter(torch.empty(heads, **values))
-        if config.perform_initialization:
-            config.init_method(offset)
-        return offset
 
     def forward(
         self,

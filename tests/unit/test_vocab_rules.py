@@ -57,8 +57,8 @@ def test_all_problems_at_once():
 def test_context_parallel_with_local_attention():
     assert only(context_parallel_size=2, transformer_impl="local") == (
         "--vocab-parallel vocab-2 with --context-parallel-size 2: --transformer-impl local has no "
-        "context-parallel attention. Use --transformer-impl transformer_engine or --cp-comm-type wallfacer, or "
-        "--context-parallel-size 1."
+        "context-parallel attention. Use --transformer-impl transformer_engine or --cp-comm-type wallfacer, "
+        "or --context-parallel-size 1."
     )
     assert problems(context_parallel_size=2, transformer_impl="transformer_engine") == []
     assert problems(context_parallel_size=1, transformer_impl="local") == []
