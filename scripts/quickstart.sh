@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to a comparison page: a small GPT trained on real text with Megatron-core on this machine's CPU, with
-# stock in a single process and as a pipeline of two, as that pipeline with vocabulary parallelism, and on four
-# data-parallel ranks in two groups with PaRO, from the same initial weights.
+# stock in a single process and as a pipeline of two, as that pipeline with vocabulary parallelism, on two ranks that
+# share each sequence with WallFacer, and on four data-parallel ranks in two groups with PaRO, from the same initial
+# weights.
 #
 #   bash scripts/quickstart.sh
 #
@@ -33,7 +34,7 @@ step "preparing data from the Python standard library's sources"
 
 # The rest is made anew: a run record must hold one run, and the seed must fit the model of today.
 mkdir -p "$out"
-rm -rf "$out/seed" "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/dp4-paro" "$out/compare"
+rm -rf "$out/seed" "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/cp2-wallfacer" "$out/dp4-paro" "$out/compare"
 
 # What a reader wants to see of a job while it runs; all of it is in its log.
 progress() {
@@ -72,9 +73,13 @@ train pp2 2 "${from_seed[@]}" --pipeline-model-parallel-size 2 --ext-report "$ou
 step "the same pipeline with vocabulary parallelism"
 train pp2-vocab 2 "${from_seed[@]}" --pipeline-model-parallel-size 2 --vocab-parallel vocab-2 --ext-report "$out/pp2-vocab"
 
+step "context parallelism on two ranks in one team: WallFacer"
+train cp2-wallfacer 2 "${from_seed[@]}" --context-parallel-size 2 --cp-comm-type wallfacer --wallfacer-team-size 2 \
+    --wallfacer-kv-bundle 1 --ext-report "$out/cp2-wallfacer"
+
 step "data parallelism with everything split: PaRO, two groups of two"
 train dp4-paro 4 "${from_seed[@]}" --paro-strategy IIG --paro-group-size 2 --ext-report "$out/dp4-paro"
 
 step "comparing the runs"
-"$python" -m megatron_ext compare "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/dp4-paro" --output "$out/compare"
-say "done. The same model, data and initial weights, split in three ways, gave the losses above."
+"$python" -m megatron_ext compare "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/cp2-wallfacer" "$out/dp4-paro" --output "$out/compare"
+say "done. The same model, data and initial weights, split in four ways, gave the losses above."
