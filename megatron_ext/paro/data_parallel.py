@@ -48,6 +48,8 @@ class Setup:
     """How the collectives run, for the formulas of bytes."""
     reshard: bool = True
     """Whether split parameters are released between forward and backward."""
+    broadcast: bool = False
+    """Whether ranks start from other weights, so that the first one's go to all before any is split."""
     late: frozenset[str] = frozenset()
     """Names of parameters whose gradients come outside of autograd (vocabulary passes)."""
 
@@ -82,6 +84,8 @@ class ParoDataParallel(DistributedDataParallel):
         self.bucket_groups, self.expert_parallel_bucket_groups = [], []
         self.force_all_reduce = False
         self.overlap_param_gather_with_optimizer_step = False
+        if setup.broadcast:
+            super().broadcast_params()
         self._make_units()
         self._make_flows()
         self.passes = PassHooks(self.units, self.params, self.grads, reshard=setup.reshard)
@@ -226,9 +230,8 @@ class ParoDataParallel(DistributedDataParallel):
         return found
 
     def broadcast_params(self) -> None:
-        """Give all data-parallel ranks the first one's parameters (--data-parallel-random-init)."""
-        with self.whole(written=True):
-            super().broadcast_params()
+        """Done where it can be, before parameters are split (--data-parallel-random-init)."""
+        assert self.setup.broadcast, "parts of unlike parameters have been put together"
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """The module's, of which split parameters are whole on the rank that reads them; collective."""
@@ -237,13 +240,10 @@ class ParoDataParallel(DistributedDataParallel):
         return result
 
     @contextmanager
-    def whole(self, *, written: bool = False) -> Iterator[None]:
-        """Inside, all parameters are whole; `written` says that their values are replaced there."""
+    def whole(self) -> Iterator[None]:
+        """Inside, all parameters are whole."""
         self.params.gather_all(self.setup.exact)
         yield
-        if written:
-            for unit in self.units:
-                unit.keep_own()
         self.params.release(self.units)
 
 

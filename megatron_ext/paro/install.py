@@ -46,6 +46,7 @@ def paro_adjust(args: Namespace, flags: Namespace) -> None:
     if flags.paro_strategy == "auto":
         resolve(args, flags)
     args.use_distributed_optimizer = False
+    flags.paro_broadcast = args.data_parallel_random_init
 
 
 def make_setup(flags: Namespace, registry: Any) -> Any:
@@ -80,6 +81,7 @@ def make_setup(flags: Namespace, registry: Any) -> Any:
         make_lane=lane,
         wire=Wire(grid.k, grid.m, flags.paro_comm, flags.paro_inter_dtype, "nccl" if gpu else "gloo"),
         reshard=flags.paro_reshard_after_forward == "on",
+        broadcast=getattr(flags, "paro_broadcast", False),
         late=LATE if getattr(flags, "vocab_parallel", "off") != "off" else frozenset(),
     )
 

@@ -193,7 +193,7 @@ def test_layouts_interchange(tmp_path, saved, loaded, flags):
 def test_what_is_left_out_is_left_out(tmp_path, saving, loading, rtol, loaded):
     """Options for parts of checkpoints do what they do in stock."""
     ckpt, flags = str(tmp_path / "ckpt"), ["--save-interval", "2", "--exit-interval", "2"]
-    run(tmp_path / "a", "IIG", *PRECISE, "--save", ckpt, *flags, *saving)
+    run(tmp_path / "a", "IIG", *PRECISE, "--save", ckpt, *flags, *saving, steps=5)
     stock = run(tmp_path / "b", "stock-dp2", *PRECISE, "--load", ckpt, *loading, steps=5)
     ours = run(tmp_path / "c", loaded, *PRECISE, "--load", ckpt, *loading, steps=5)
     assert_paro(ours)
