@@ -57,13 +57,13 @@ def assert_paro(run: Run) -> None:
 @pytest.mark.parametrize(
     ("layout", "flags"),
     [
-        ("IIG", []),
         ("NIG", ["--bf16", *AHEAD]),
         *(
             pytest.param(*case, marks=full)
             for case in [
                 ("NNN", []),
                 ("NIG", []),
+                ("IIG", []),
                 ("III", LLAMA),
                 ("GGG", [*LLAMA, "--bf16", *AHEAD]),
                 ("IIG", ["--bf16", "--paro-comm", "ho-ring"]),

@@ -72,12 +72,12 @@ CASES = {
 }
 COVERING = {
     "naive": {"pp4-untied"},
-    "vocab-1": {"pp4", "tp2-pp2-sp-untied", "pp2-chunks", "pp4-blocking", "pp4-two"},
+    "vocab-1": {"pp4", "tp2-pp2-sp-untied", "pp2-chunks"},
     "vocab-2": {
-        *("pp4", "pp3-uneven", "pp1", "tp2-pp2-sp", "dp2-pp2-distopt", "pp2-recompute", "pp2-selective"),
-        *("pp2-logits", "pp2-odd", "per-token-loss", "decoupled-lr"),
+        *("pp3-uneven", "pp1", "tp2-pp2-sp", "dp2-pp2-distopt", "pp2-recompute", "pp2-logits", "pp2-odd"),
+        "per-token-loss",
     },
-    "interlaced": {"pp4", "tp2-pp2-sp"},
+    "interlaced": {"pp4"},
 }
 NEVER = {("pp8-many", "naive"), ("pp8-many", "interlaced")}
 PARAMS = [
