@@ -6,7 +6,9 @@
 
 On a CPU neither reaches its kernels: torch's `context_parallel` knows CUDA's operators only, and yunchang's
 kernels are CUDA's. So their rings (transfers, order, merging) run around torch's attention kernel for CPUs,
-the same that all other methods use. None of the two is needed by the project.
+the same that all other methods use. yunchang's ring is for half precision: of fp32 inputs, as here, its sums
+(`dq_buffer.to(torch.float32)`) are the buffers themselves, so its gradients come out wrong, and the benchmark
+says so instead of timing it. None of the two is needed by the project.
 """
 
 from collections.abc import Callable

@@ -31,7 +31,7 @@ def test_every_shape_of_four_ranks(tmp_path):
     ours = ["C=1 K=1", "C=1 K=2", "C=1 K=4", "C=2 K=1", "C=2 K=2", "C=4 K=1", "C=2 K=2 direct"]
     assert names[:9] == ["plain ring", "key gather", *ours]
     assert {"torch all-to-all", "torch all-gather"} <= set(names)
-    assert "yunchang" in names or any("yunchang did not run" in note for note in data["notes"])
+    assert "yunchang" in names or any(note.startswith("yunchang") for note in data["notes"])
     assert len(data["compute"]) == 1
     assert "Best: C=" in done.stdout
 

@@ -48,15 +48,17 @@ def known_flags() -> set[str]:
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_ext import config, features
+    from megatron_ext.dit.config import DiTConfig
 
     parser = add_megatron_arguments(argparse.ArgumentParser())
-    config.add_arguments(parser, features.configs())
+    config.add_arguments(parser, [*features.configs(), DiTConfig])
     flags = set(parser._option_string_actions) | {"--cpu", "--help", "--version"}
     helps = [["-m", "megatron_ext", tool] for tool in cli.TOOLS]
     helps += [["scripts/bench/vocab.py", command] for command in ("train", "paced")]
     helps += [["scripts/bench/paro.py", command] for command in ("train", "scaling")]
     helps += [["scripts/bench/collectives.py"], ["scripts/bench/paro_overlap.py"]]
     helps += [*(["-m", "megatron_ext", "plan", what] for what in PLANS)]
+    helps += [["scripts/bench/attention.py", command] for command in ("calls", "train")]
     helps += [["-m", "megatron_ext.netlab", command] for command in ("run", "measure")]
     for program in helps:
         text = subprocess.run(
