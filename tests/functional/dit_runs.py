@@ -3,9 +3,17 @@
 import functools
 from pathlib import Path
 
+from megatron_ext.wallfacer.geometry import Geometry
+from megatron_ext.wallfacer.options import Options
+from megatron_ext.wallfacer.plan import make_plan
+from megatron_ext.wallfacer.sequence import whole
+from megatron_ext.wallfacer.tiles import BIDIRECTIONAL
+from megatron_ext.wallfacer.volume import Cost, Shape
 from tests.functional.runs import REPO, Run, launch, merged, read_record
+from tests.functional.wallfacer_runs import assert_calls
 from tests.ranks import preload, run_ranks
 
+TOKENS, LAYERS, HEADS, HEAD_DIM, BATCH, MICRO_BATCH = 16, 4, 4, 12, 16, 2
 # 4 layers on 16 tokens a digit, 16 samples a step; keys have no bias (configs/dit-digits-cpu.yaml says why).
 MODEL = (
     "--num-layers 4 --hidden-size 48 --num-attention-heads 4 --disable-bias-linear --normalization RMSNorm "
@@ -25,6 +33,17 @@ def train(
     body = functools.partial(launch, ["--cpu", str(REPO / "pretrain_dit.py"), *args], folder)
     ranks = run_ranks(world, body, timeout=timeout, check=check)
     return Run(folder, ranks, read_record(folder / "record", world))
+
+
+def assert_context_parallel(
+    run: Run, cp: int, team: int, bundle: int, *, tp: int = 1, pp: int = 1, recomputed: bool = False
+) -> None:
+    """WallFacer ran, in both directions over contiguous chunks: bytes of every step and rank by formula."""
+    plan = make_plan(Geometry(cp, team, bundle), whole(TOKENS, "contiguous"), BIDIRECTIONAL)
+    heads = HEADS // tp
+    cost = Cost(plan, Shape(MICRO_BATCH, heads, heads, HEAD_DIM, 4), Options())
+    microbatches = BATCH // MICRO_BATCH // (len(run.lines) // (cp * tp * pp))
+    assert_calls(run, cost, LAYERS // pp * microbatches, recomputed)
 
 
 @functools.cache

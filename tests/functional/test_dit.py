@@ -13,13 +13,15 @@ from PIL import Image
 
 from megatron_ext.grads import assemble
 from megatron_ext.tools.grads import judge
-from tests.functional.dit_runs import train
+from tests.functional.dit_runs import assert_context_parallel, train
 from tests.functional.runs import REPO, Run, assert_close, launch
+from tests.functional.wallfacer_runs import flags_of
 from tests.ranks import run_ranks
 
 TP = ["--tensor-model-parallel-size", "2"]
 SP = [*TP, "--sequence-parallel"]
 PP = ["--pipeline-model-parallel-size", "2"]
+VPP = ["--num-layers-per-virtual-pipeline-stage", "1"]
 DISTOPT = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 full = pytest.mark.full
@@ -30,14 +32,32 @@ LAYOUTS = {
     "pp2": (2, PP, "send"),
     "dp2-distopt": (2, DISTOPT, "reduce_scatter"),
     "tp2": (2, TP, "all_reduce"),
-    "pp2-interleaved": (2, [*PP, "--num-layers-per-virtual-pipeline-stage", "1"], "send"),
+    "pp2-interleaved": (2, [*PP, *VPP], "send"),
     "pp2-dp2-distopt": (4, [*PP, *DISTOPT], "reduce_scatter"),
     "tp2-sp-pp2": (4, [*SP, *PP], "send"),
     "tp2-sp-recompute": (2, [*SP, *RECOMPUTE], "reduce_scatter"),
 }
-SUBSET = {"tp2-sp", "pp2-dp2-distopt"}
+# Context parallelism: world, ranks, team, bundle, flags, keywords of assert_context_parallel
+CONTEXT = {
+    "cp2-ring": (2, 2, 1, 1, [], {}),
+    "cp2-2x1": (2, 2, 2, 1, [], {}),
+    "cp4-2x1": (4, 4, 2, 1, [], {}),
+    "cp4-2x2-recompute": (4, 4, 2, 2, RECOMPUTE, {"recomputed": True}),
+    "tp2-cp2": (4, 2, 1, 2, TP, {"tp": 2}),
+    "tp2-sp-cp2": (4, 2, 2, 1, SP, {"tp": 2}),
+    "pp2-cp2": (4, 2, 2, 1, PP, {"pp": 2}),
+    "pp2-cp4-interleaved": (8, 4, 2, 2, [*PP, *VPP], {"pp": 2}),
+    "dp2-cp2-distopt": (4, 2, 2, 1, DISTOPT, {}),
+    "tp2-sp-pp2-cp2": (8, 2, 1, 1, [*SP, *PP], {"tp": 2, "pp": 2}),
+    "pp2-dp2-cp2-distopt": (8, 2, 2, 1, [*PP, *DISTOPT], {"pp": 2}),
+}
+LAYOUTS |= {
+    name: (world, [*flags_of(cp, team, bundle), *flags], "all_gather" if team * bundle > 1 else "send")
+    for name, (world, cp, team, bundle, flags, _) in CONTEXT.items()
+}
+SUBSET = {"tp2-sp-cp2", "pp2-dp2-distopt", "cp4-2x2-recompute"}
 STEPS, SAVED = 6, 4  # of a run, and the step of a checkpoint to resume from
-RESUMED = {"tp2-sp", "pp2", "dp2-distopt"}
+RESUMED = {"tp2-sp-cp2", "pp2", "tp2-sp", "dp2-cp2-distopt"}
 CASES = [pytest.param(name, marks=[] if name in SUBSET else [full]) for name in LAYOUTS]
 DRAW = "--dit-samples samples --dit-samples-per-class 2 --dit-sample-steps 3".split()
 
@@ -60,7 +80,8 @@ def trained(seed, tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             world, flags, _ = LAYOUTS.get(name, (1, [], None))
-            more = ["--ext-check", "replicas", "--ext-dump-grads", str(folder), *DRAW]
+            checks = "replicas,bytes" if name in CONTEXT else "replicas"
+            more = ["--ext-check", checks, "--ext-dump-grads", str(folder), *DRAW]
             if name in RESUMED:
                 more += ["--save", str(folder / "ckpt"), "--save-interval", str(SAVED)]
             made[name] = train(folder, world, *seed, *flags, *more, steps=STEPS)
@@ -78,6 +99,9 @@ def test_layout_trains_like_one_rank(trained, name):
     assert verdict.within, str(verdict)
     assert len(run.losses()) == STEPS
     assert run.traffic(LAYOUTS[name][2]) > 0
+    if name in CONTEXT:
+        _, cp, team, bundle, _, how = CONTEXT[name]
+        assert_context_parallel(run, cp, team, bundle, **how)
 
 
 def test_gradients_reach_every_weight(trained):
@@ -102,9 +126,9 @@ def test_layout_draws_the_same_samples(trained, name):
 @pytest.mark.parametrize(
     ("saved", "loaded", "exact"),
     [
-        ("tp2-sp", "tp2-sp", True),
-        pytest.param("dp2-distopt", "dp2-distopt", True, marks=full),
-        pytest.param("pp2", "tp2-sp", False, marks=full),
+        ("tp2-sp-cp2", "tp2-sp-cp2", True),
+        pytest.param("dp2-cp2-distopt", "dp2-cp2-distopt", True, marks=full),
+        pytest.param("pp2", "dp2-cp2-distopt", False, marks=full),
         pytest.param("tp2-sp", "pp2-interleaved", False, marks=full),
     ],
 )

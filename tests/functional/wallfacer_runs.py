@@ -79,17 +79,23 @@ def assert_ran(
         options or Options(),
     )
     microbatches = BATCH // micro_batch_size // (world // (cp * tp * pp))
-    for rank in range(world):
+    assert_calls(run, cost, LAYERS // pp * microbatches, recomputed)
+
+
+def assert_calls(run: Run, cost: Cost, times: int, recomputed: bool) -> None:
+    """The record shows the geometry, and on every rank and step bytes above zero of so many calls."""
+    geometry = cost.plan.geometry
+    for rank in range(len(run.lines)):
         start = run.start(rank)
         assert "wallfacer" in start["features"]
-        assert start["layout"]["cp"] == cp
+        assert start["layout"]["cp"] == geometry.size
         said = start["wallfacer"]
-        assert (said["team_size"], said["kv_bundle"], said["order"]) == (team, bundle, order)
-        assert said["ring_length"] == cp // (team * bundle)
+        chosen = (geometry.team_size, geometry.bundle_size, geometry.order)
+        assert (said["team_size"], said["kv_bundle"], said["order"]) == chosen
+        assert said["ring_length"] == geometry.ring_length
         place = start["coords"]["cp"]
         call = Counter(totals(cost.forward(place)))
         call.update(totals(cost.backward(place, attached=recomputed)))
-        times = LAYERS // pp * microbatches
         expected = {key: count * times for key, count in call.items()}
         assert expected
         assert all(expected.values())
