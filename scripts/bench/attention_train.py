@@ -19,7 +19,7 @@ WARM = 1
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
 COLUMNS = (
     *("script", "recompute", "shape", "tokens/s", "spread", "over the ring", "spread of ratios"),
-    *("NIC MiB/step", "last loss"),
+    *("attention MiB/step", "last loss"),
 )
 
 
@@ -43,17 +43,28 @@ def add_arguments(commands) -> None:
     train = commands.add_parser("train", help="pretrain_gpt.py and pretrain_dit.py")
     add = train.add_argument
     add("--scripts", nargs="+", choices=("gpt", "dit"), default=["gpt", "dit"])
-    add("--shapes", nargs="+", type=Method.parse, default=[Method.parse("1x1"), Method.parse("4x1")])
+    add("--shapes", nargs="+", type=shape, default=[shape("1x1"), shape("4x1")], metavar="CxK")
     add("--recompute", nargs="+", choices=("full", "none"), default=["full", "none"])
     add("--ranks", type=int, default=16, metavar="P", help="context-parallel ranks, one on each node")
     add("--rate", type=parse_rate, default=parse_rate("100mbit"))
     add("--layers", type=int, default=2)
     add("--hidden", type=int, default=512)
     add("--heads", type=int, default=8)
-    add("--seq", type=int, default=1024, help="a DiT's must be a square of 4 or more a side, times --ranks")
+    add("--seq", type=int, default=1024, help="tokens of a sequence")
     add("--steps", type=int, default=3)
     add("--rounds", type=int, default=3)
     add("--output", type=Path, default=Path("out/attention-train"))
+
+
+def shape(text: str) -> Method:
+    """Ours with this team size and bundle, of `4x1` or `4x4-direct`."""
+    try:
+        method = Method.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(error) from error
+    if method.shape is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape: write team size x bundle, as 4x1")
+    return method
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,9 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train(args: argparse.Namespace, lab, job: Job) -> dict:
-    """One job: tokens per second of each timed step, bytes of the busiest NIC, and the last loss."""
+    """One job: tokens per second, bytes of attention, and the last loss."""
     from megatron_ext.netlab.forked import run_in_lab
-    from megatron_ext.netlab.report import difference
 
     folder = args.output.resolve() / "records" / job.text().replace(" ", "-").replace("=", "")
     for old in folder.glob("rank-*.jsonl"):
@@ -97,27 +107,30 @@ def train(args: argparse.Namespace, lab, job: Job) -> dict:
 
         sys.exit(main(command))
 
-    before = lab.counters()
     run_in_lab(lab, args.ranks, body, timeout=1800)
-    sent = [node["nic"].tx_bytes for node in difference(lab.counters(), before)]
     records = [
         [json.loads(line) for line in (folder / f"rank-{rank:04d}.jsonl").read_text().splitlines()]
         for rank in range(args.ranks)
     ]
-    return result(records, args.steps, max(sent))
+    return result(records, args.steps)
 
 
-def result(records: list[list[dict]], steps: int, sent: int) -> dict:
-    """What a job's records say: a step takes as long as on its slowest rank."""
+def result(records: list[list[dict]], steps: int) -> dict:
+    """What a job's records say: a step takes as long as on its slowest rank; bytes are the busiest rank's."""
     by_rank = [[line for line in lines if line["event"] == "step"] for lines in records]
     timed = range(WARM, WARM + steps)
     seconds = [max(rank[index]["step_time_s"] for rank in by_rank) for index in timed]
     tokens = [by_rank[0][index]["tokens"] for index in timed]
     return {
         "tokens/s": statistics.median(n / s for n, s in zip(tokens, seconds, strict=True)),
-        "nic": sent / (WARM + steps),
+        "bytes": max(attention_bytes(rank[-1]) for rank in by_rank),
         "loss": next(rank[-1]["loss"] for rank in by_rank if "loss" in rank[-1]),
     }
+
+
+def attention_bytes(step: dict) -> int:
+    """Sent by attention in a step."""
+    return sum(entry["bytes"] for entry in step["traffic"] if entry["feature"] == "wallfacer")
 
 
 def command_of(args: argparse.Namespace, job: Job) -> list[str]:
@@ -131,6 +144,7 @@ def command_of(args: argparse.Namespace, job: Job) -> list[str]:
     ).split()
     c, k = job.method.shape
     common += ["--wallfacer-team-size", str(c), "--wallfacer-kv-bundle", str(k)]
+    common += ["--wallfacer-movement", job.method.movement]
     common += RECOMPUTE if job.recompute else []
     if job.script == "gpt":
         own = (
@@ -161,7 +175,7 @@ def row(job: Job, found: dict[Job, list[dict]]) -> dict:
         "spread": f"{min(speeds):.1f} to {max(speeds):.1f}",
         "over the ring": round(statistics.median(ratios), 2) if ratios else None,
         "spread of ratios": f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else None,
-        "NIC MiB/step": round(statistics.median(one["nic"] for one in found[job]) / 2**20, 1),
+        "attention MiB/step": round(found[job][-1]["bytes"] / 2**20, 2),
         "last loss": round(found[job][-1]["loss"], 6),
     }
 

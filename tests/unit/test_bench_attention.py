@@ -187,6 +187,8 @@ def test_jobs(bench):
     dit = " ".join(train.command_of(args, train.Job("dit", False, ring)))
     assert "pretrain_dit.py --dit-data random" in dit
     assert "recompute" not in dit
+    with pytest.raises(argparse.ArgumentTypeError, match="'ring' is no shape"):
+        train.shape("ring")
 
 
 @pytest.mark.parametrize(("seq", "size", "frames"), [(1024, 64, 1), (256, 32, 1), (2048, 64, 2), (96, 8, 6)])
@@ -198,13 +200,15 @@ def test_pictures_have_as_many_tokens_as_asked(bench, seq, size, frames):
 
 
 def test_a_job_is_as_fast_as_its_slowest_rank(bench):
-    def rank(*seconds, **more):
-        steps = [{"event": "step", "step_time_s": s, "tokens": 100, **more} for s in seconds]
+    def rank(*seconds, sent=5, **more):
+        traffic = [{"feature": "wallfacer", "bytes": sent}, {"feature": "other", "bytes": 99}] * 2
+        more |= {"tokens": 100, "traffic": traffic}
+        steps = [{"event": "step", "step_time_s": s, **more} for s in seconds]
         return [{"event": "start"}, *steps, {"event": "end"}]
 
-    records = [rank(9.0, 1.0, 2.0, 1.0), rank(9.0, 2.0, 1.0, 4.0, loss=3.5)]
-    found = bench.attention_train.result(records, 3, 4000)
-    assert found == {"tokens/s": 50.0, "nic": 1000.0, "loss": 3.5}
+    records = [rank(9.0, 1.0, 2.0, 1.0), rank(9.0, 2.0, 1.0, 4.0, sent=7, loss=3.5)]
+    found = bench.attention_train.result(records, 3)
+    assert found == {"tokens/s": 50.0, "bytes": 14, "loss": 3.5}
 
 
 def test_report_of_training(bench, tmp_path):
@@ -212,7 +216,7 @@ def test_report_of_training(bench, tmp_path):
     jobs = [train.Job("gpt", True, shape) for shape in args.shapes]
     speeds = {jobs[0]: (100.0, 50.0), jobs[1]: (150.0, 100.0)}
     found = {
-        job: [{"tokens/s": speed, "nic": 2.0**20, "loss": 1.5} for speed in values]
+        job: [{"tokens/s": speed, "bytes": 2**20, "loss": 1.5} for speed in values]
         for job, values in speeds.items()
     }
     train.write(args, [train.row(job, found) for job in jobs])
