@@ -170,8 +170,8 @@ class Compute:
     seconds: float
 
     def share(self, ring: Row) -> float:
-        """Part of a plain ring's step that is communication."""
-        return 1 - self.seconds / ring.median
+        """Part of a plain ring's step that is communication; 0 where all of it hides."""
+        return max(0.0, 1 - self.seconds / ring.median)
 
 
 @dataclass(frozen=True)
