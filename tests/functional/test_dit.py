@@ -128,7 +128,7 @@ def test_layout_draws_the_same_samples(trained, name):
     [
         ("tp2-sp-cp2", "tp2-sp-cp2", True),
         pytest.param("dp2-cp2-distopt", "dp2-cp2-distopt", True, marks=full),
-        pytest.param("pp2", "dp2-cp2-distopt", False, marks=full),
+        pytest.param("pp2", "tp2-sp-cp2", False, marks=full),
         pytest.param("tp2-sp", "pp2-interleaved", False, marks=full),
     ],
 )
