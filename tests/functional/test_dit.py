@@ -167,6 +167,20 @@ def test_videos_of_random_values(tmp_path):
 
 
 @full
+def test_other_layers_and_types(tmp_path):
+    """Gated MLPs, grouped queries, norms of queries and keys; and bf16, as close as it can be."""
+    flags = "--lr 1e-2 --swiglu --group-query-attention --num-query-groups 2 --qk-layernorm".split()
+    flags += ["--normalization", "LayerNorm"]
+    one = train(tmp_path / "one", 1, *flags, steps=8)
+    layout = [*SP, *flags_of(2, 2, 1)]
+    assert_close(one.losses(), train(tmp_path / "four", 4, *flags, *layout, steps=8).losses(), 1e-4)
+    half = train(tmp_path / "half", 4, *flags, *layout, "--bf16", steps=8)
+    assert_close(one.losses(), half.losses(), 2e-2)
+    assert half.losses() != one.losses()
+    assert one.losses()[8] < 0.9 * one.losses()[1]
+
+
+@full
 def test_samples_look_like_their_class(tmp_path):
     """The command of configs/dit-digits-cpu.yaml: at least 70 % of its samples are taken for their class."""
     config = ["--cpu", "--ext-config", str(REPO / "configs" / "dit-digits-cpu.yaml")]
