@@ -182,7 +182,8 @@ def test_jobs(bench):
     command = train.command_of(args, train.Job("gpt", True, best))
     joined = " ".join(command)
     assert "--context-parallel-size 4 --cp-comm-type wallfacer" in joined
-    assert "--wallfacer-team-size 4 --wallfacer-kv-bundle 1 --recompute-granularity full" in joined
+    assert "--wallfacer-team-size 4 --wallfacer-kv-bundle 1 --wallfacer-movement relocate" in joined
+    assert "--recompute-granularity full" in joined
     assert "--seq-length 256" in joined
     dit = " ".join(train.command_of(args, train.Job("dit", False, ring)))
     assert "pretrain_dit.py --dit-data random" in dit
