@@ -103,7 +103,7 @@ def test_gradients_that_are_not_finite_are_looked_into(tmp_path, strategy):
         save = ["--save", str(tmp_path / f"{name}-saved"), "--save-interval", "100"]
         run = train(tmp_path / name, 4, *save, *flags, script=script(POISON), check=False)
         codes[name] = [rank.exit_code for rank in run.ranks]
-        assert sorted(run.losses()) == [1, 2, 3]
+        assert sorted(run.losses()) == [1, 2]
     assert codes["paro"] == codes["stock"]
     assert min(codes["stock"]) > 1
 
