@@ -1,4 +1,4 @@
-"""Hooks of WallFacer into Megatron on stand-ins: which layers get its attention, and what its checks catch."""
+"""Hooks of WallFacer into Megatron on stand-ins: which layers get its attention, what its checks catch."""
 
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def test_what_was_sent_is_compared():
 def test_layers_that_were_left_out(passes):
     layers = [layer(), layer()]
     calls = [(each, COST, False) for each, count in zip(layers, passes, strict=True) for _ in range(count)]
-    with pytest.raises(RuntimeError, match="2 attention layers were passed .* times in 4 microbatches"):
+    with pytest.raises(RuntimeError, match=r"2 attention layers were passed .* times in 4 microbatches"):
         compare(setup(layers, calls), 4, {}, {}, step=1)
 
 
