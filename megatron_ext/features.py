@@ -16,6 +16,9 @@ from megatron_ext.paro import rules as paro_rules
 from megatron_ext.paro.config import ParoConfig
 from megatron_ext.paro.groups import paro_groups
 from megatron_ext.paro.install import paro_adjust, paro_patches
+from megatron_ext.pipeline import rules as pipeline_rules
+from megatron_ext.pipeline.config import PipelineConfig
+from megatron_ext.pipeline.install import adjust_pipeline, pipeline_groups, pipeline_patches
 from megatron_ext.vocab import rules as vocab_rules
 from megatron_ext.vocab.config import VocabConfig
 from megatron_ext.vocab.install import vocab_groups, vocab_patches
@@ -89,6 +92,47 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
+        name="pipeline",
+        title="Pipeline schedules",
+        what="zero-bubble and V-shaped pipelines: smaller bubbles, or half the activation memory",
+        status="ready",
+        config=PipelineConfig,
+        enabled=lambda flags: flags.pipeline_schedule != "stock",
+        rules=pipeline_rules.RULES,
+        patches=pipeline_patches,
+        groups=pipeline_groups,
+        adjust=adjust_pipeline,
+        checks=("bytes",),
+        conflicts={
+            "vocab": WORKS,
+            "wallfacer": UNTESTED,
+            "paro": WORKS,
+            "tp": WORKS,
+            "sp": WORKS,
+            "pp": WORKS,
+            "interleaved": WORKS,
+            "dp": WORKS,
+            "distopt": WORKS,
+            "instances": UNTESTED,
+            "overlap": WORKS,
+            "cp": UNTESTED,
+            "recompute": WORKS,
+            "bf16": WORKS,
+            "fp16": WORKS,
+            "fp8": UNTESTED,
+            "moe": "weight gradients of experts have no passes of their own yet. Remove --num-experts.",
+            "mla": UNTESTED,
+            "mtp": "a second prediction head has no place in its chunks yet. Remove --mtp-num-layers.",
+            "hybrid": "only GPTModel's layers are placed. Remove --hybrid-layer-pattern.",
+            "fsdp": "it shards parameters that W passes use directly. Remove --use-megatron-fsdp; "
+            "--use-distributed-optimizer works.",
+            "fsdp2": "it shards parameters that W passes use directly. Remove --use-torch-fsdp2; "
+            "--use-distributed-optimizer works.",
+            "graphs": "its passes are not captured. Remove the CUDA graph options.",
+        },
+        doc="docs/pipeline-schedules.md",
+    ),
+    Feature(
         name="vocab",
         title="Vocabulary parallelism",
         what="shares the embedding and the output layer out to all pipeline stages, which balances them",
@@ -103,8 +147,7 @@ FEATURES: tuple[Feature, ...] = (
             "tp": WORKS,
             "sp": WORKS,
             "pp": WORKS,
-            "interleaved": "vocabulary passes are placed in plain 1F1B so far. Remove "
-            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank.",
+            "interleaved": WORKS,
             "dp": WORKS,
             "distopt": WORKS,
             "instances": UNTESTED,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_ext.paro.rules import flags_need_the_strategy
+from megatron_ext.pipeline.rules import flags_need_auto
 from megatron_ext.rules_cpu import CPU_RULES
 from megatron_ext.rules_files import FILE_RULES
 from megatron_ext.rules_pipeline import PIPELINE_RULES
@@ -28,7 +29,12 @@ Rule = Callable[[Namespace], str | None]
 
 def base_rules() -> tuple[Rule, ...]:
     """Rules for every job, with or without our features."""
-    features = (flags_need_the_mode, flags_need_the_strategy, flags_need_the_comm_type)
+    features = (
+        flags_need_the_mode,
+        flags_need_the_strategy,
+        flags_need_the_comm_type,
+        flags_need_auto,
+    )
     return (*SIZE_RULES, *PIPELINE_RULES, *TRAINING_RULES, *FILE_RULES, *features)
 
 

@@ -2,28 +2,34 @@
 
 A schedule is lists of actions, one list per pipeline rank. Passes compute, one after another on a rank:
 
-    F B     forward and backward of the transformer layers of a stage
+    F B     forward and backward of the transformer layers of a stage (a chunk of the rank, see placement.py)
+    W       weight gradients of a stage, where a schedule splits the backward pass: B is then without them
     IF IB   forward and backward of a rank's shard of the input embedding
     S       output pass: logits and local statistics
             (vocab-2: also the softmax part of dX; naive: local maximum only)
     U       naive only: exponentials and sums under the global maximum
     T       weight gradient of the output shard (but for vocab-2 also its part of dX)
-    L       last rank only: the loss function, which gives g, the gradient of the per-token losses
+    L       on the rank of the last stage: the loss function, which gives g, the gradient of the
+    per-token losses
 
 All others are communication; the action stands where it is launched, and passes wait for its end:
 
-    SF RF SB RB   send and receive of activations (rank r to r + 1) and gradients (r to r - 1)
-    e    sum of the embeddings to rank 0          C0   hidden states from the last rank to all
-    g    gradient of the embeddings from rank 0   G    g from the last rank to all
+    SF RF SB RB   send and receive of activations (to the next stage) and gradients (to the one before)
+    e    sum of the embeddings to rank 0          C0   hidden states from the last stage to all ranks
+    g    gradient of the embeddings from rank 0   G    g from the last stage to all ranks
     C1 C2 C3   barriers of the output layer, see vocab/output.py
 
 Source of the passes and barriers: Yeung et al., arXiv 2411.05288, sections 3 and 4.
 """
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
-PASSES = ("F", "B", "IF", "IB", "S", "U", "T", "L")
+from megatron_ext.schedules.placement import Placement
+
+PASSES = ("F", "B", "W", "IF", "IB", "S", "U", "T", "L")
+TRANSFORMER = ("F", "B", "W")
 COLLECTIVES = ("e", "g", "C0", "C1", "C2", "C3", "G")
 P2P = ("SF", "RF", "SB", "RB")
 MODES = ("off", "naive", "vocab-1", "vocab-2", "interlaced")
@@ -43,7 +49,7 @@ class Action(NamedTuple):
         return f"{self.kind}({self.microbatch}{chunk})"
 
 
-_TEXT = re.compile(r"(?:(F|B|IF|IB|S|U|T|L)(\d+)(?:\.(\d+))?|(e|g|C[0-3]|G|[SR][FB])\((\d+)(?:\.(\d+))?\))")
+_TEXT = re.compile(r"(?:(F|B|W|IF|IB|S|U|T|L)(\d+)(?:\.(\d+))?|(e|g|C[0-3]|G|[SR][FB])\((\d+)(?:\.(\d+))?\))")
 
 
 def parse(text: str) -> Action:
@@ -60,26 +66,30 @@ def parse_row(text: str) -> tuple[Action, ...]:
     return tuple(parse(word) for word in text.split())
 
 
-def is_last(rank: int, p: int) -> bool:
-    """Whether this is the rank with the last transformer layers and the loss."""
-    return rank == p - 1
-
-
-def needs(action: Action, rank: int, p: int, vocab: str) -> tuple[Action, ...]:
+@lru_cache(maxsize=1 << 18)
+def needs(action: Action, rank: int, place: Placement, vocab: str) -> tuple[Action, ...]:
     """What must have ended on this rank before `action` may start there (a pass) or be launched.
 
     Communication that others take part in as well starts when all of them have launched it.
     """
-    kinds = _NEEDS_WITH_VOCAB[vocab] if vocab != "off" else _NEEDS_WITHOUT
-    found = kinds.get(action.kind, ())
-    if callable(found):
-        found = found(rank, p)
-    return tuple(Action(kind, action.microbatch, action.chunk) for kind in found)
+    kind, i, chunk = action
+    if kind == "F":
+        return _before_forward(i, place, rank, chunk, vocab)
+    if kind == "B":
+        return (*_before_backward(i, place, rank, chunk, vocab), Action("F", i, chunk))
+    if kind in _OWN_PASS:
+        return (Action(_OWN_PASS[kind], i, chunk),)
+    if kind in ("C0", "G", "g"):
+        root = roots(kind, place)[0]
+        if rank != root:
+            return ()
+        chunk = place.last.chunk if kind == "C0" else 0
+    return tuple(Action(need, i, chunk) for need in _VOCABULARY_NEEDS.get(vocab, {}).get(kind, ()))
 
 
-def roots(kind: str, p: int) -> tuple[int, ...] | None:
+def roots(kind: str, place: Placement) -> tuple[int, ...] | None:
     """Ranks whose data a collective needs before it can start: None for all of them."""
-    return {"C0": (p - 1,), "G": (p - 1,), "g": (0,)}.get(kind)
+    return {"C0": (place.last.rank,), "G": (place.last.rank,), "g": (place.first.rank,)}.get(kind)
 
 
 def feeds(kind: str, vocab: str) -> str:
@@ -89,56 +99,35 @@ def feeds(kind: str, vocab: str) -> str:
     return {"e": "IF", "g": "B", "C0": "F", "C1": "S", "G": "L"}[kind]
 
 
-def _forward(vocab: str):
-    def kinds(rank: int, p: int) -> tuple[str, ...]:
-        if rank > 0:
-            return ("RF",)
-        return ("e",) if vocab != "off" else ()
-
-    return kinds
+_OWN_PASS = {"W": "B", "SF": "F", "SB": "B"}
 
 
-def _backward(vocab: str):
-    barrier = {"off": (), "naive": ("C3",), "vocab-2": ("C1", "L")}.get(vocab, ("C2",))
-    own = (*barrier, "F")
-
-    def kinds(rank: int, p: int) -> tuple[str, ...]:
-        return own if is_last(rank, p) else ("RB", "F")
-
-    return kinds
+def _before_forward(i: int, place: Placement, rank: int, chunk: int, vocab: str) -> tuple[Action, ...]:
+    before = place.before(rank, chunk)
+    if before is None:
+        return (Action("e", i),) if vocab != "off" else ()
+    return (Action("F", i, before.chunk) if before.rank == rank else Action("RF", i, chunk),)
 
 
-def _launch(kind: str, vocab: str):
-    source = feeds(kind, vocab)
-
-    def kinds(rank: int, p: int) -> tuple[str, ...]:
-        owners = roots(kind, p)
-        return (source,) if owners is None or rank in owners else ()
-
-    return kinds
+_BARRIER = {"off": (), "naive": ("C3",), "vocab-2": ("C1", "L")}
 
 
-_NEEDS_WITHOUT = {"F": _forward("off"), "B": _backward("off"), "SF": ("F",), "SB": ("B",)}
+def _before_backward(i: int, place: Placement, rank: int, chunk: int, vocab: str) -> tuple[Action, ...]:
+    after = place.after(rank, chunk)
+    if after is None:
+        return tuple(Action(kind, i) for kind in _BARRIER.get(vocab, ("C2",)))
+    return (Action("B", i, after.chunk) if after.rank == rank else Action("RB", i, chunk),)
 
 
-def _table(vocab: str) -> dict:
+def _table(vocab: str) -> dict[str, tuple[str, ...]]:
     statistics = "C2" if vocab == "naive" else "C1"
-    table = {
-        "F": _forward(vocab),
-        "B": _backward(vocab),
-        "S": ("C0",),
-        "L": (statistics,),
-        "T": (statistics, "G"),
-        "IB": ("g",),
-        "SF": ("F",),
-        "SB": ("B",),
-    }
+    table = {"S": ("C0",), "L": (statistics,), "T": (statistics, "G"), "IB": ("g",)}
     if vocab == "naive":
         table["U"] = ("C1",)
     kinds = [kind for kind in COLLECTIVES if kind != "C3" or vocab == "naive"]
     if vocab == "vocab-2":
         kinds.remove("C2")
-    return table | {kind: _launch(kind, vocab) for kind in kinds}
+    return table | {kind: (feeds(kind, vocab),) for kind in kinds}
 
 
-_NEEDS_WITH_VOCAB = {vocab: _table(vocab) for vocab in MODES if vocab != "off"}
+_VOCABULARY_NEEDS = {vocab: _table(vocab) for vocab in MODES if vocab != "off"}

@@ -3,11 +3,9 @@
 check(lower(build(4, 8, vocab="vocab-2")))      # raises ScheduleError, with the grid and the place marked
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections import Counter, defaultdict
 
-from megatron_ext.schedules.action import COLLECTIVES, P2P, Action, needs
+from megatron_ext.schedules.action import COLLECTIVES, P2P, TRANSFORMER, Action, needs
 from megatron_ext.schedules.build import Schedule
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.schedules.lower import Program, Stuck, lower
@@ -59,13 +57,13 @@ def checked(schedule: Schedule, *, overlap: bool = True) -> Program:
 
 
 def expected_passes(schedule: Schedule, rank: int) -> dict[str, int]:
-    """How often each kind of pass runs on a rank."""
-    kinds = ["F"] if schedule.forward_only else ["F", "B"]
+    """How often each kind of pass runs on a rank; those of the transformer layers, in each of its chunks."""
+    kinds = ["F"] if schedule.forward_only else ["F", "B", "W"] if schedule.split else ["F", "B"]
     if schedule.vocab != "off":
         kinds += ["IF", "S"]
         kinds += ["U"] if schedule.vocab == "naive" else []
         kinds += [] if schedule.forward_only else ["IB", "T"]
-        kinds += ["L"] if rank == schedule.p - 1 else []
+        kinds += ["L"] if rank == schedule.place.last.rank else []
     return dict.fromkeys(kinds, schedule.m)
 
 
@@ -78,31 +76,53 @@ def _check_passes(program: Program) -> None:
                 raise _error(f"rank {rank} has {action} {count} times", program, rank, places[1])
         passes = [action for action in row if action.kind not in COLLECTIVES + P2P]
         for kind, count in expected_passes(schedule, rank).items():
-            found = sorted(action.microbatch for action in passes if action.kind == kind)
-            if found != list(range(count)):
-                missing = sorted(set(range(count)) - set(found))
-                raise _error(
-                    f"rank {rank} should run {kind} for microbatches 0 to {count - 1}, but runs "
-                    f"{len(found)} of them" + (f"; {kind}{missing[0]} is missing" if missing else ""),
-                    program,
-                    rank,
-                    len(row) - 1,
-                )
-        extra = next((a for a in passes if a.kind not in expected_passes(schedule, rank)), None)
+            for chunk in range(schedule.chunks if kind in TRANSFORMER else 1):
+                _check_kind(program, rank, passes, Action(kind, count, chunk))
+        extra = next((a for a in passes if not _has_place(a, schedule, rank)), None)
         if extra is not None:
             raise _error(f"rank {rank} has {extra}, which has no place here", program, rank, row.index(extra))
 
 
-def expected_launches(schedule: Schedule, rank: int) -> list[str]:
-    """Kinds of communication that a rank launches once for every microbatch."""
-    training, last = not schedule.forward_only, schedule.p - 1
-    kinds = ["SF"] if rank < last else []
-    kinds += ["RF"] if rank > 0 else []
-    if training:
-        kinds += ["SB"] if rank > 0 else []
-        kinds += ["RB"] if rank < last else []
+def _has_place(action: Action, schedule: Schedule, rank: int) -> bool:
+    chunks = schedule.chunks if action.kind in TRANSFORMER else 1
+    return action.kind in expected_passes(schedule, rank) and action.chunk < chunks
+
+
+def _check_kind(program: Program, rank: int, passes: list[Action], what: Action) -> None:
+    """`what` has the number of microbatches in place of one."""
+    kind, count, chunk = what
+    found = sorted(a.microbatch for a in passes if (a.kind, a.chunk) == (kind, chunk))
+    if found == list(range(count)):
+        return
+    missing = sorted(set(range(count)) - set(found))
+    of_chunk = f" of chunk {chunk}" if chunk else ""
+    raise _error(
+        f"rank {rank} should run {kind}{of_chunk} for microbatches 0 to {count - 1}, but runs "
+        f"{len(found)} of them" + (f"; {Action(kind, missing[0], chunk)} is missing" if missing else ""),
+        program,
+        rank,
+        len(program.ranks[rank]) - 1,
+    )
+
+
+def expected_launches(schedule: Schedule, rank: int) -> list[tuple[str, int]]:
+    """(kind, chunk) of communication that a rank launches once for every microbatch."""
+    training, place = not schedule.forward_only, schedule.place
+    transfers = P2P if training else ("SF", "RF")
+    found = [
+        (kind, chunk)
+        for kind in transfers
+        for chunk in range(schedule.chunks)
+        if place.edge(kind, rank, chunk) is not None
+    ]
+    return found + [(kind, 0) for kind in expected_collectives(schedule)]
+
+
+def expected_collectives(schedule: Schedule) -> list[str]:
+    """Kinds of collectives that all ranks launch once for every microbatch."""
     if schedule.vocab == "off":
-        return kinds
+        return []
+    training, kinds = not schedule.forward_only, []
     kinds += ["e", "C0", "C1"]
     kinds += ["C2"] if schedule.vocab == "naive" else []
     if training:
@@ -117,15 +137,15 @@ def _check_launches(program: Program, rank: int) -> None:
     for at, action in enumerate(row):
         if action.kind not in COLLECTIVES + P2P:
             continue
-        if action.kind not in allowed or not 0 <= action.microbatch < schedule.m:
+        if (action.kind, action.chunk) not in allowed or not 0 <= action.microbatch < schedule.m:
             raise _error(f"rank {rank} launches {action}, which has no place here", program, rank, at)
-    for kind in allowed:
-        found = sorted(action.microbatch for action in row if action.kind == kind)
+    for kind, chunk in allowed:
+        found = sorted(action.microbatch for action in row if (action.kind, action.chunk) == (kind, chunk))
         if found != list(range(schedule.m)):
             missing = sorted(set(range(schedule.m)) - set(found))
             raise _error(
                 f"rank {rank} launches {kind} for {len(found)} of {schedule.m} microbatches"
-                + (f"; {Action(kind, missing[0])} is missing" if missing else ""),
+                + (f"; {Action(kind, missing[0], chunk)} is missing" if missing else ""),
                 program,
                 rank,
                 len(row) - 1,
@@ -136,7 +156,7 @@ def _check_needs(program: Program, rank: int) -> None:
     schedule, row = program.schedule, program.ranks[rank]
     seen: set[Action] = set()
     for at, action in enumerate(row):
-        for need in needs(action, rank, schedule.p, schedule.vocab):
+        for need in needs(action, rank, schedule.place, schedule.vocab):
             if need not in seen:
                 where = "comes after it" if need in row else "is missing"
                 raise _error(f"rank {rank}: {action} needs {need}, which {where}", program, rank, at)
@@ -149,10 +169,11 @@ def _check_in_flight(program: Program, rank: int) -> None:
         return
     now, cap = 0, schedule.cap(rank)
     for at, action in enumerate(program.ranks[rank]):
-        now += (action.kind == "F") - (action.kind == "B")
+        now += (action.kind == "F") - (action.kind == schedule.releases)
         if now > cap:
+            what = "microbatches" if schedule.chunks == 1 else "chunk activations"
             raise _error(
-                f"rank {rank} holds {now} microbatches at {action}, and {cap} are allowed",
+                f"rank {rank} holds {now} {what} at {action}, and {cap} are allowed",
                 program,
                 rank,
                 at,
@@ -179,26 +200,29 @@ def _check_collectives(program: Program) -> None:
 
 
 def _check_transfers(program: Program) -> None:
-    for below, above in pairwise(range(program.schedule.p)):
-        for sender, receiver, kinds in ((below, above, ("SF", "RF")), (above, below, ("SB", "RB"))):
-            sent = _of_kind(program.ranks[sender], kinds[0])
-            received = _of_kind(program.ranks[receiver], kinds[1])
-            if sent != received:
-                wrong = next((b for a, b in zip(sent, received, strict=False) if a != b), None)
-                at = len(program.ranks[receiver]) - 1
-                if wrong is not None:
-                    at = program.ranks[receiver].index(Action(kinds[1], *wrong))
-                raise _error(
-                    f"transfer order: rank {sender} sends {kinds[0]} of microbatches {[i for i, _ in sent]}, "
-                    f"rank {receiver} receives {[i for i, _ in received]}",
-                    program,
-                    receiver,
-                    at,
-                )
-
-
-def _of_kind(row: Sequence[Action], kind: str) -> list[tuple[int, int]]:
-    return [(action.microbatch, action.chunk) for action in row if action.kind == kind]
+    """Both ends of a link have its transfers in one order: of one direction, from a rank to another."""
+    place = program.schedule.place
+    moved: dict[tuple, list[tuple[Action, tuple[int, int]]]] = defaultdict(list)
+    for rank, row in enumerate(program.ranks):
+        for action in row:
+            edge = place.edge(action.kind, rank, action.chunk) if action.kind in P2P else None
+            if edge is not None:
+                link = (action.kind[1], edge.source, edge.target)
+                moved[(*link, action.kind[0])].append((action, (action.microbatch, edge.stage)))
+    for direction, source, target in dict.fromkeys(key[:3] for key in moved):
+        sent = moved[direction, source, target, "S"]
+        received = moved[direction, source, target, "R"]
+        if [what for _, what in sent] == [what for _, what in received]:
+            continue
+        wrong = next((b for a, b in zip(sent, received, strict=False) if a[1] != b[1]), None)
+        row = program.ranks[target]
+        raise _error(
+            f"transfer order: rank {source} sends S{direction} of microbatches {[i for _, (i, _) in sent]}, "
+            f"rank {target} receives {[i for _, (i, _) in received]}",
+            program,
+            target,
+            row.index(wrong[0]) if wrong else len(row) - 1,
+        )
 
 
 def _error(text: str, program: Program, rank: int, at: int) -> ScheduleError:

@@ -10,6 +10,7 @@ from pathlib import Path
 _FIELD_OF = {
     "F": "forward",
     "B": "backward",
+    "W": "weight",
     "S": "output_s",
     "U": "output_u",
     "T": "output_t",
@@ -25,6 +26,7 @@ PerRank = float | tuple[float, ...]
 class Costs:
     """Time of each pass, one number for all ranks or one per rank, and of each transfer.
 
+    Forward and backward are those of all layers of a rank: a pass of one of its chunks takes a part of them.
     The defaults are the units of the static order: a backward pass takes twice a forward pass, and everything
     else nothing.
     """
@@ -39,16 +41,30 @@ class Costs:
     input_backward: PerRank = 0.0
     comm: Mapping[str, float] = field(default_factory=dict)
     """By kind: p2p, e, g, C0, C1, C2, C3, G; 0 where not given."""
+    weight: PerRank | None = None
+    """The part of `backward` that weight gradients take, where a schedule splits it; None: half of it."""
 
-    def of(self, kind: str, rank: int) -> float:
-        """Time of a pass on a rank."""
+    def of(self, kind: str, rank: int, chunks: int = 1, split: bool = False) -> float:
+        """Time of a pass on a rank: of one of `chunks` chunks, B without W where the schedule is `split`."""
+        if kind == "W":
+            return self._weight(rank) / chunks
         value = getattr(self, _FIELD_OF[kind])
-        return value[rank] if isinstance(value, tuple) else value
+        value = value[rank] if isinstance(value, tuple) else value
+        if kind == "B":
+            return (value - self._weight(rank) if split else value) / chunks
+        return value / chunks if kind == "F" else value
 
     def mean(self, kind: str) -> float:
-        """Time of a pass, averaged over ranks."""
+        """Time of a pass of all chunks, averaged over ranks; of B with W."""
         value = getattr(self, _FIELD_OF[kind])
+        if value is None:
+            return self.mean("B") / 2
         return sum(value) / len(value) if isinstance(value, tuple) else value
+
+    def _weight(self, rank: int) -> float:
+        value = self.backward if self.weight is None else self.weight
+        value = value[rank] if isinstance(value, tuple) else value
+        return value / 2 if self.weight is None else value
 
     def transfer(self, kind: str) -> float:
         """Time of a collective, or of a point-to-point transfer ("p2p")."""
@@ -58,6 +74,8 @@ class Costs:
         """Raises ValueError when these are not the costs of `p` ranks, or not times."""
         for name in _FIELD_OF.values():
             value = getattr(self, name)
+            if value is None:
+                continue
             if isinstance(value, tuple) and len(value) != p:
                 raise ValueError(
                     f"{name} has {len(value)} values, but there are {p} pipeline ranks: give one number "
@@ -66,6 +84,8 @@ class Costs:
             _check_times(name, value if isinstance(value, tuple) else (value,))
         if self.mean("F") <= 0 or self.mean("B") <= 0:
             raise ValueError("forward and backward must take time")
+        if any(self.of("W", rank) > self.of("B", rank) for rank in range(p)):
+            raise ValueError("weight is the part of backward that weight gradients take: it cannot be more")
         unknown = sorted(set(self.comm) - set(COMM_KINDS))
         if unknown:
             raise ValueError(f"comm has {unknown}: its kinds are {', '.join(COMM_KINDS)}")
@@ -89,7 +109,9 @@ class Costs:
         comm = data.pop("comm", {})
         if not isinstance(comm, dict) or not all(map(_is_number, comm.values())):
             raise ValueError("comm must be an object of numbers by kind")
-        values = {name: _per_rank(name, value) for name, value in data.items()}
+        values = {
+            name: _per_rank(name, value) for name, value in data.items() if (name, value) != ("weight", None)
+        }
         return cls(**values, comm={kind: float(value) for kind, value in comm.items()})
 
     @classmethod

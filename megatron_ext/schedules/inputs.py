@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from megatron_ext.schedules.action import Action
 from megatron_ext.schedules.blocks import Block
+from megatron_ext.schedules.placement import Placement
 from megatron_ext.schedules.squeeze import Slot
 
 Row = list[Action | Slot]
@@ -25,9 +26,10 @@ def place_inputs(
     """
     early, after_slot_if = _forward_anchors(rows, m)
     after_slot_ib, late = ({}, []) if forward_only else _backward_anchors(rows, m)
+    free = _before_slots(block, rows)
     placed = []
     for rank, row in enumerate(rows):
-        out = _with_first_inputs(row, early, rank, min(map(_warm_up, rows[: rank + 1])))
+        out = _with_first_inputs(row, early, rank, free[rank])
         out = _with_anchored(out, after_slot_if, after_slot_ib)
         out = _with_late(out, late, rank, m)
         if block.vocab.flushed_last and not forward_only:
@@ -61,7 +63,7 @@ def _slots_before(row: Sequence[Action | Slot], kind: str, behind_pass: bool) ->
         if isinstance(entry, Slot):
             latest = entry.index
             continue
-        if entry.kind == kind:
+        if (entry.kind, entry.chunk) == (kind, 0):
             found.append(before if behind_pass else latest)
         before = latest
     return found
@@ -94,26 +96,43 @@ def _slots_behind(row: Sequence[Action | Slot], kind: str) -> list[int | None]:
     for entry in reversed(row):
         if isinstance(entry, Slot):
             latest = entry.index
-        elif entry.kind == kind:
+        elif (entry.kind, entry.chunk) == (kind, 0):
             found.append(latest)
     return found[::-1]
 
 
-def _warm_up(row: Sequence[Action | Slot]) -> int:
-    """Passes in front of the first slot, all of them forward passes."""
-    return next((at for at, entry in enumerate(row) if isinstance(entry, Slot)), len(row))
+def _before_slots(block: Block, rows: Sequence[Sequence[Action | Slot]]) -> list[int]:
+    """By rank, how many of its passes no slot of any rank comes before: neither in its row nor by what the
+    passes need."""
+    place, at, done = block.place, [0] * block.p, set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while at[rank] < len(row) and _can_run(place, row[at[rank]], rank, done):
+                kind, i, chunk = row[at[rank]]
+                done.add((kind, i, place.stage(rank, chunk)))
+                at[rank] += 1
+                moved = True
+    return at
+
+
+def _can_run(place: Placement, entry: Action | Slot, rank: int, done: set[tuple[str, int, int]]) -> bool:
+    """Whether a pass needs nothing but passes that are done; backward passes follow a slot."""
+    if isinstance(entry, Slot) or entry.kind != "F":
+        return False
+    stage = place.stage(rank, entry.chunk)
+    return stage == 0 or ("F", entry.microbatch, stage - 1) in done
 
 
 def _with_first_inputs(row: Sequence[Action | Slot], early: int, rank: int, limit: int) -> Row:
-    """IF(0) to IF(rank) first, then one before each forward pass, and all `early` ones before the first slot.
-
-    Slots of other ranks wait for them, so they come before F(limit), which waits for such a slot.
-    """
+    """IF(0) to IF(rank) first, then one before each forward pass of chunk 0, and all `early` ones before
+    pass number `limit`, which follows a slot of this or another rank: slots wait for them."""
     out: Row = [Action("IF", i) for i in range(min(early, rank + 1))]
     given = len(out)
-    for entry in row:
-        last = isinstance(entry, Slot) or entry == Action("F", limit)
-        due = early if last else min(early, given + (entry.kind == "F"))
+    for at, entry in enumerate(row):
+        takes = isinstance(entry, Action) and (entry.kind, entry.chunk) == ("F", 0)
+        due = early if at >= limit else min(early, given + takes)
         out += [Action("IF", i) for i in range(given, due)]
         given = max(given, due)
         out.append(entry)
@@ -142,7 +161,7 @@ def _with_late(row: Row, late: list[int], rank: int, m: int) -> Row:
         behind = (
             at + 1 == len(row) or not isinstance(row[at + 1], Action) or row[at + 1].kind not in ("IF", "IB")
         )
-        if slots or not behind or not isinstance(entry, Action) or entry.kind != "B":
+        if slots or not behind or not isinstance(entry, Action) or (entry.kind, entry.chunk) != ("B", 0):
             continue
         while left and left[0] + 1 + rank <= entry.microbatch:
             out.append(Action("IB", left.pop(0)))

@@ -5,14 +5,14 @@ of all passes and all communication events: an event comes as soon as its inputs
 its part of that order. So the lists complete even when every event blocks all its ranks until it is over.
 
 With `overlap` launches are asynchronous, and each moves up in its rank's list: one that sends data of the
-rank stands right after the pass that makes the data; one that only receives moves above the forward or
-backward pass in front of it, so that the transfer runs beside that pass. Collectives keep their order.
+rank stands right after the pass that makes the data; one that only receives moves above the transformer
+pass in front of it, so that the transfer runs beside that pass. Collectives keep their order.
 """
 
 import heapq
 from dataclasses import dataclass
 
-from megatron_ext.schedules.action import COLLECTIVES, P2P, PASSES, Action, needs
+from megatron_ext.schedules.action import COLLECTIVES, P2P, PASSES, TRANSFORMER, Action, needs
 from megatron_ext.schedules.build import Schedule
 
 PARTNER = {"SF": "RF", "SB": "RB"}
@@ -56,7 +56,7 @@ def lower(schedule: Schedule, *, overlap: bool = True) -> Program:
     """
     rows = _Execution(schedule).run()
     if overlap:
-        rows = [_moved_up(row, rank, schedule.p, schedule.vocab) for rank, row in enumerate(rows)]
+        rows = [_moved_up(row, rank, schedule) for rank, row in enumerate(rows)]
     return Program(schedule, overlap, tuple(map(tuple, rows)))
 
 
@@ -65,7 +65,7 @@ class _Execution:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.p = schedule.p
+        self.p, self.place = schedule.p, schedule.place
         self.rows: list[list[Action]] = [[] for _ in range(self.p)]
         self.next = [0] * self.p
         self.free = [True] * self.p
@@ -113,12 +113,12 @@ class _Execution:
         """Emit transfers between neighbours."""
         emitted = False
         for rank, action in self.outputs:
-            up = action.kind == "F"
-            peer = rank + 1 if up else rank - 1
-            if not 0 <= peer < self.p:
+            send = action._replace(kind="SF" if action.kind == "F" else "SB")
+            edge = self.place.edge(send.kind, rank, action.chunk)
+            if edge is None:
                 continue
-            send = Action("SF" if up else "SB", action.microbatch, action.chunk)
-            receive = send._replace(kind=PARTNER[send.kind])
+            peer, chunk = self.place.where(edge.stage + (action.kind == "F"))
+            receive = Action(PARTNER[send.kind], action.microbatch, chunk)
             self.rows[rank].append(send)
             self.rows[peer].append(receive)
             self.ended[peer].add(receive)
@@ -136,7 +136,7 @@ class _Execution:
                 continue
             self.next[rank] += 1
             self.rows[rank].append(action)
-            duration = self.schedule.costs.of(action.kind, rank)
+            duration = self.schedule.time(action.kind, rank)
             if duration == 0:
                 self._end(rank, action)
             else:
@@ -153,15 +153,15 @@ class _Execution:
             self.outputs.append((rank, action))
 
     def _needs(self, action: Action, rank: int) -> tuple[Action, ...]:
-        return needs(action, rank, self.p, self.schedule.vocab)
+        return needs(action, rank, self.place, self.schedule.vocab)
 
 
-def _moved_up(row: list[Action], rank: int, p: int, vocab: str) -> list[Action]:
+def _moved_up(row: list[Action], rank: int, schedule: Schedule) -> list[Action]:
     out: list[Action] = []
     for action in row:
         at = len(out)
         if action.kind not in PASSES:
-            at = _place(out, action, needs(action, rank, p, vocab))
+            at = _place(out, action, needs(action, rank, schedule.place, schedule.vocab))
         out.insert(at, action)
     return out
 
@@ -173,7 +173,7 @@ def _place(before: list[Action], action: Action, inputs: tuple[Action, ...]) -> 
         previous = before[at - 1]
         if previous in inputs or not _may_swap(previous, action):
             break
-        if previous.kind in ("F", "B"):
+        if previous.kind in TRANSFORMER:
             # A receiver is one pass early, not more: what is received too early only takes memory.
             if not inputs and crossed == 1:
                 break

@@ -6,7 +6,7 @@ real one of a few bytes, after which its lane sleeps for the modelled time of th
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext import traffic
 from megatron_ext.schedules.action import Action
+from megatron_ext.schedules.build import Schedule
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.schedules.lane import Clock, make_lane
-from megatron_ext.schedules.links import Boundary, Links
+from megatron_ext.schedules.links import Boundary, Links, Way
 from megatron_ext.schedules.lower import Program
+from megatron_ext.schedules.placement import Placement
 from megatron_ext.schedules.runtime import Runtime
 
 FEATURE = "paced"
@@ -29,15 +31,16 @@ _BOUNDARY = Boundary((16,), torch.float32, torch.device("cpu"))
 class PacedPasses:
     """Sleeps instead of computing; implements `runtime.Passes`."""
 
-    def __init__(self, rank: int, costs: Costs, group: ProcessGroup):
+    def __init__(self, rank: int, schedule: Schedule, costs: Costs, group: ProcessGroup):
         self.slept = 0.0
         """Seconds of modelled compute so far."""
+        self._schedule = schedule
         self._rank, self._costs, self._group = rank, costs, group
         self._output = torch.zeros(_BOUNDARY.shape)
 
     def compute(self, action: Action) -> None:
         """Sleep for the pass."""
-        seconds = self._costs.of(action.kind, self._rank)
+        seconds = self._schedule.time(action.kind, self._rank, self._costs)
         if seconds > 0:
             time.sleep(seconds)
             self.slept += seconds
@@ -77,18 +80,28 @@ class PacedResult:
 
 
 class PacedRun:
-    """Runs programs on this rank; collective. The groups are of all pipeline ranks, in their order."""
+    """Runs programs on this rank; collective. The groups are of all pipeline ranks, in their order: "comm"
+    for collectives, and one for each direction and way of the placement (1F1B's, if not given)."""
 
-    def __init__(self, groups: dict[str, ProcessGroup], *, overlap: bool):
-        self._comm = groups["comm"]
+    def __init__(
+        self,
+        comm: ProcessGroup,
+        groups: Mapping[Way, ProcessGroup],
+        *,
+        overlap: bool,
+        placement: Placement | None = None,
+    ):
+        self._comm = comm
         self._overlap = overlap
         self._rank = self._comm.rank()
-        links = Links(groups["forward"], groups["backward"], feature=FEATURE, overlap=overlap, on_gpu=False)
+        self._placement = placement or Placement(self._comm.size())
+        links = Links(groups, self._placement, feature=FEATURE, overlap=overlap, on_gpu=False)
         self._runtime = Runtime(self._rank, links, make_lane("comm", overlap=overlap, on_gpu=False))
 
     def run(self, program: Program, costs: Costs) -> PacedResult:
         """One step. `costs` are in seconds."""
-        passes = PacedPasses(self._rank, costs, self._comm)
+        assert program.schedule.place == self._placement, "links of another placement"
+        passes = PacedPasses(self._rank, program.schedule, costs, self._comm)
         clock = Clock(time.time)
         self._runtime.trace(clock)
         torch.distributed.barrier(self._comm)

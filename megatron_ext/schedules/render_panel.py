@@ -11,6 +11,7 @@ from megatron_ext.schedules.simulate import Span, Timeline
 WORDS = {
     "F": "forward pass",
     "B": "backward pass",
+    "W": "weight gradients",
     "S": "output pass S",
     "U": "output pass U",
     "T": "output pass T",
@@ -53,7 +54,7 @@ class Panel:
         return sum(self.timeline.bubble(rank) for rank in range(self.p)) / self.p
 
     def in_flight_peak(self) -> int:
-        """The most microbatches that any rank holds at once."""
+        """The most chunk activations that any rank holds at once."""
         return max(self.timeline.in_flight_peak(rank) for rank in range(self.p))
 
 

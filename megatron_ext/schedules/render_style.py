@@ -9,6 +9,7 @@ FILLS = {
     # Blocks carry dark text, so their fills are light on both pages.
     "F": "#8db8f2",
     "B": "#79cfa3",
+    "W": "#c9d98a",
     "S": "#f8b26a",
     "U": "#f19a9a",
     "T": "#f3d55c",

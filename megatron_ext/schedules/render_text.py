@@ -20,7 +20,17 @@ from megatron_ext.schedules.render_panel import (
 
 IDLE, FILL = ".", "-"
 MOST_COLUMNS = 5  # that short passes may stretch a forward pass to
-ANSI = {"F": 111, "B": 114, "S": 215, "U": 210, "T": 221, "L": 183, "IF": 116, "IB": 73}  # of 256 colours
+ANSI = {
+    "F": 111,
+    "B": 114,
+    "W": 186,
+    "S": 215,
+    "U": 210,
+    "T": 221,
+    "L": 183,
+    "IF": 116,
+    "IB": 73,
+}  # of 256 colours
 
 
 @dataclass(frozen=True)

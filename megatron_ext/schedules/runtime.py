@@ -61,7 +61,7 @@ class Runtime:
                 function, inputs = passes.collective(action)
                 tickets[action] = self._lane.submit(function, inputs, str(action))
             else:
-                for need in needs(action, self._rank, schedule.p, schedule.vocab):
+                for need in needs(action, self._rank, schedule.place, schedule.vocab):
                     ticket = tickets.pop(need, None)
                     if ticket is not None:
                         self._wait(need, ticket, action, passes)
@@ -71,8 +71,8 @@ class Runtime:
 
     def _post(self, action: Action, passes: Passes, boundary: Boundary) -> Ticket:
         if action.kind in ("RF", "RB"):
-            return self._links.receive(action.kind, boundary, str(action))
-        ticket = self._links.send(action.kind, passes.outgoing(action), str(action))
+            return self._links.receive(action.kind, boundary, str(action), action.chunk)
+        ticket = self._links.send(action.kind, passes.outgoing(action), str(action), action.chunk)
         passes.sent(action)
         return ticket
 

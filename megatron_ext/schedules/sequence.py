@@ -3,8 +3,8 @@ travels."""
 
 from collections.abc import Sequence
 
-from megatron_ext.schedules.action import Action
-from megatron_ext.schedules.blocks import Block, VocabBlock
+from megatron_ext.schedules.action import TRANSFORMER, Action
+from megatron_ext.schedules.blocks import Block
 from megatron_ext.schedules.squeeze import Slot
 
 BARRIERS = {
@@ -16,26 +16,21 @@ BARRIERS = {
 """The collective that follows a vocabulary pass."""
 
 
-def slot_passes(entry: Action | Slot, block: VocabBlock, m: int, forward_only: bool) -> list[Action]:
+def slot_passes(entry: Action | Slot, block: Block, m: int, forward_only: bool) -> list[Action]:
     """The passes behind one entry of a row; L is placed by `place_losses`."""
     if isinstance(entry, Action):
         return [entry]
-    kinds = ("S", "U") if forward_only else ("S", "U", "T")
-    return [
-        Action(kind, entry.index - lag)
-        for kind, lag in block.slots
-        if kind in kinds and 0 <= entry.index - lag < m
-    ]
+    if not block.vocab.slots:
+        return []
+    return [Action(kind, i) for kind, i in block.slots(m, forward_only)[entry.index] if kind != "L"]
 
 
-def place_losses(
-    row: list[Action], m: int, block: VocabBlock, vocab: str, forward_only: bool
-) -> list[Action]:
-    """The last rank's row with L of every microbatch.
+def place_losses(row: list[Action], block: Block, m: int, vocab: str, forward_only: bool) -> list[Action]:
+    """The row of the last stage's rank with L of every microbatch.
 
     The statistics that L needs travel while another pass runs, and so does g, which L gives: L(i) stands
-    before the last forward or backward pass that precedes the pass that needs it. Where only one pass lies
-    between the statistics' last pass and that one, L comes after it.
+    before the last transformer pass that precedes the pass that needs it. Where only one pass lies between
+    the statistics' last pass and that one, L comes after it.
     """
     for i in range(m):
         at = _place_of_loss(row, i, block, vocab, forward_only)
@@ -43,24 +38,45 @@ def place_losses(
     return row
 
 
-def _place_of_loss(row: list[Action], i: int, block: VocabBlock, vocab: str, forward_only: bool) -> int:
+def _place_of_loss(row: list[Action], i: int, block: Block, vocab: str, forward_only: bool) -> int:
     statistics = row.index(Action("U" if vocab == "naive" else "S", i))
-    transformer = [at for at, action in enumerate(row) if action.kind in ("F", "B")]
-    if block.synchronous:
+    transformer = [at for at, action in enumerate(row) if action.kind in TRANSFORMER]
+    if block.vocab.synchronous:
         return statistics + 1
     if forward_only:
         # Nobody waits for losses: let the statistics travel under the next forward pass.
         later = [at for at in transformer if at > statistics]
         return later[0] + 1 if later else len(row)
     needed = row.index(Action("T", i))
-    if vocab == "vocab-2" and row.index(Action("B", i)) < needed:
-        return row.index(Action("B", i))
+    last = Action("B", i, block.place.last.chunk)
+    if vocab == "vocab-2":
+        needed = min(needed, row.index(last))
     between = [at for at in transformer if statistics < at < needed]
-    if not between:
+    if block.place.vee:
+        place = _before_data_of_others(row, between, statistics, block)
+    elif not between or (vocab == "vocab-2" and row[needed] == last):
         return needed
-    place = between[-1] if len(between) > 1 else between[-1] + 1
+    else:
+        place = between[-1] if len(between) > 1 else between[-1] + 1
     # Losses come in order, and a slot's passes stay together.
     return max(place, row.index(Action("L", i - 1)) + 1) if i else place
+
+
+def _before_data_of_others(row: list[Action], between: list[int], statistics: int, block: Block) -> int:
+    """After one pass, if that waits for no other rank. In a V other ranks' data come back to the rank of the
+    loss, and what they send may be behind their T(i), which waits for this L."""
+    own = (("F", 0), ("B", block.place.last.chunk), ("W", 0), ("W", block.place.last.chunk))
+    if between and (row[between[0]].kind, row[between[0]].chunk) in own:
+        return between[0] + 1
+    return between[0] if between else _slot_end(row, statistics)
+
+
+def _slot_end(row: list[Action], at: int) -> int:
+    """Behind the last pass of the slot and the input passes that hang on it: barriers may follow their
+    sums."""
+    while at < len(row) and row[at].kind in ("S", "U", "IF", "IB"):
+        at += 1
+    return at
 
 
 def canonical(
@@ -72,14 +88,14 @@ def canonical(
     behind it, then its barriers). Embeddings that fill the pipeline come after the barriers instead.
     """
     out: list[Action] = []
-    filling = block.cap(0, m)
+    filling = block.cap(0, m, 0)
     for entry, inputs in _grouped(row):
         forward = [a.microbatch for a in inputs if a.kind == "IF"]
         backward = [Action("g", a.microbatch) for a in inputs if a.kind == "IB"]
         if entry is None:
             out += [Action("e", i) for i in forward] + backward
             continue
-        passes = slot_passes(entry, block.vocab, m, forward_only)
+        passes = slot_passes(entry, block, m, forward_only)
         barriers = [(BARRIERS[vocab].get(a.kind), a.microbatch) for a in reversed(passes)]
         followed = [Action(kind, i) for kind, i in barriers if kind]
         ready = [Action("G", a.microbatch) for a in passes if a.kind == "T"]

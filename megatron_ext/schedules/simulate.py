@@ -56,11 +56,13 @@ class Timeline:
         return 1.0 - self.busy(rank) / self.makespan if self.makespan else 0.0
 
     def in_flight(self, rank: int) -> list[tuple[float, int]]:
-        """(time, microbatches whose activations are held): up at the start of F, down at the end of B."""
+        """(time, chunk activations held): up at the start of F, down at the end of B or, where the backward
+        pass is split, of W."""
+        releases = self.program.schedule.releases
         steps = [
             (span.start, 1) if span.action.kind == "F" else (span.end, -1)
             for span in self._compute[rank]
-            if span.action.kind in ("F", "B")
+            if span.action.kind in ("F", releases)
         ]
         out, now = [], 0
         for time, change in sorted(steps):
@@ -69,7 +71,7 @@ class Timeline:
         return out
 
     def in_flight_peak(self, rank: int) -> int:
-        """The most microbatches that the rank holds at once."""
+        """The most chunk activations that the rank holds at once."""
         return max((count for _, count in self.in_flight(rank)), default=0)
 
 
@@ -100,15 +102,15 @@ class _Simulation:
 
     def __init__(self, program: Program, costs: Costs):
         self.program, self.costs = program, costs
-        self.p = program.schedule.p
+        self.p, self.place = program.schedule.p, program.schedule.place
         self.at = [0] * self.p
         self.now = [0.0] * self.p  # when the rank's next action can be looked at
         self.ended: list[dict[Action, float]] = [{} for _ in range(self.p)]
         self.launched: dict[tuple, dict[int, float]] = defaultdict(dict)  # event -> rank -> time
         self.queues: list[list[tuple]] = [[] for _ in range(self.p)]  # collectives of a rank, in launch order
         self.lane_free = [0.0] * self.p
-        self.pair_free: dict[tuple[str, int], float] = defaultdict(float)
-        self.pair_queue: dict[tuple[str, int, str], list[tuple]] = defaultdict(list)
+        self.pair_free: dict[tuple[str, int, int], float] = defaultdict(float)
+        self.pair_queue: dict[tuple[str, int, int, str], list[tuple]] = defaultdict(list)
         self.spans: list[Span] = []
 
     def run(self) -> Timeline:
@@ -140,16 +142,15 @@ class _Simulation:
         if ready is None:
             return False
         start = max(self.now[rank], ready)
-        end = start + self.costs.of(action.kind, rank)
+        end = start + self.program.schedule.time(action.kind, rank, self.costs)
         self._finish(rank, "compute", action, start, end)
         self.now[rank] = end
         self.at[rank] += 1
         return True
 
     def _inputs_ready(self, action: Action, rank: int) -> float | None:
-        times = [
-            self.ended[rank].get(need) for need in needs(action, rank, self.p, self.program.schedule.vocab)
-        ]
+        vocab = self.program.schedule.vocab
+        times = [self.ended[rank].get(need) for need in needs(action, rank, self.place, vocab)]
         return None if None in times else max(times, default=0.0)
 
     def _launch(self, rank: int, action: Action) -> bool:
@@ -161,7 +162,7 @@ class _Simulation:
             if action.kind in COLLECTIVES:
                 self.queues[rank].append(event)
             else:
-                self.pair_queue[(event[0], event[1], action.kind)].append(event)
+                self._queue_of(event, action.kind[0]).append(event)
             self._settle(event)
             if self.program.overlap:
                 self.at[rank] += 1
@@ -175,8 +176,10 @@ class _Simulation:
     def _event(self, rank: int, action: Action) -> tuple:
         if action.kind in COLLECTIVES:
             return ("collective", -1, action)
-        lower = rank if action.kind in ("SF", "RB") else rank - 1
-        return (action.kind[1], lower, action.microbatch, action.chunk)
+        edge = self.place.edge(action.kind, rank, action.chunk)
+        if edge is None:
+            return ("nowhere", rank, action)  # `check` says so
+        return (action.kind[1], edge, action.microbatch)
 
     def _settle(self, event: tuple) -> None:
         """Run everything that can run now that `event` has been launched once more."""
@@ -193,20 +196,27 @@ class _Simulation:
                 self.lane_free[rank] = end
                 self._finish(rank, "comm", action, start, end)
 
+    def _queue_of(self, event: tuple, side: str) -> list[tuple]:
+        """Transfers that one side ("S" or "R") of a link has launched: from a rank to another, one way."""
+        return self.pair_queue[event[0], *event[1][1:], side] if event[0] != "nowhere" else []
+
     def _settle_pair(self, event: tuple) -> None:
-        direction, lower = event[0], event[1]
-        sends = self.pair_queue[(direction, lower, "S" + direction)]
-        receives = self.pair_queue[(direction, lower, "R" + direction)]
+        if event[0] == "nowhere":
+            return
+        sends, receives = self._queue_of(event, "S"), self._queue_of(event, "R")
         while sends and receives and sends[0] == receives[0]:
             head = sends.pop(0)
             receives.pop(0)
-            start = max(*self.launched[head].values(), self.pair_free[direction, lower])
+            direction, edge, microbatch = head
+            link = (direction, edge.source, edge.target)
+            start = max(*self.launched[head].values(), self.pair_free[link])
             end = start + self.costs.transfer("p2p")
-            self.pair_free[direction, lower] = end
-            sender = lower if direction == "F" else lower + 1
-            for rank in (lower, lower + 1):
-                kind = ("S" if rank == sender else "R") + direction
-                self._finish(rank, f"p2p-{direction.lower()}", Action(kind, head[2], head[3]), start, end)
+            self.pair_free[link] = end
+            for side in "SR":
+                # Activations go to the higher stage, gradients to the lower one.
+                rank, chunk = self.place.where(edge.stage + ((direction == "F") == (side == "R")))
+                action = Action(side + direction, microbatch, chunk)
+                self._finish(rank, f"p2p-{direction.lower()}", action, start, end)
 
     def _finish(self, rank: int, lane: str, action: Action, start: float, end: float) -> None:
         self.ended[rank][action] = end
@@ -214,5 +224,5 @@ class _Simulation:
 
 
 def peak_by_rank(timeline: Timeline, ranks: Iterable[int]) -> list[int]:
-    """Microbatches in flight at most, by rank."""
+    """Chunk activations held at most, by rank."""
     return [timeline.in_flight_peak(rank) for rank in ranks]

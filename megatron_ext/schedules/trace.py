@@ -64,6 +64,7 @@ class StepTrace:
             "p": schedule.p,
             "m": schedule.m,
             "pipeline": schedule.pipeline,
+            "chunks": schedule.chunks,
             "vocab": schedule.vocab,
             "overlap": program.overlap,
             "step": self._step,

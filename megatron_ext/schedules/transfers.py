@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_ext.schedules.action import COLLECTIVES, Action, needs, roots
+from megatron_ext.schedules.action import COLLECTIVES, P2P, Action, needs, roots
+from megatron_ext.schedules.build import Schedule
+from megatron_ext.schedules.placement import Placement
 from megatron_ext.schedules.simulate import Span, Timeline
-
-PARTNER = {"SF": "RF", "RF": "SF", "SB": "RB", "RB": "SB"}
 
 
 def moving_since(timeline: Timeline) -> dict[tuple[int, Action], float]:
@@ -18,28 +18,34 @@ def moving_since(timeline: Timeline) -> dict[tuple[int, Action], float]:
     A collective moves once all ranks have come to it, but to a rank that receives a broadcast once its sender
     has; a point-to-point transfer once both sides have. Never later than the transfer's own end.
     """
-    p = timeline.program.schedule.p
-    launched: dict[Action, dict[int, Span]] = defaultdict(dict)
+    place = timeline.program.schedule.place
+    launched: dict[tuple, dict[int, Span]] = defaultdict(dict)
     for span in timeline.spans:
         if span.lane != "compute":
-            launched[span.action][span.rank] = span
+            launched[transfer(span, place)][span.rank] = span
     found = {}
-    for action, spans in launched.items():
+    for spans in launched.values():
         for rank, span in spans.items():
-            others = _others(action, rank, p, launched)
+            others = _others(span.action, rank, place, spans)
             since = max([span.start, *(other.start for other in others)])
-            found[rank, action] = min(since, span.end)
+            found[rank, span.action] = min(since, span.end)
     return found
 
 
-def _others(action: Action, rank: int, p: int, launched: dict[Action, dict[int, Span]]) -> list[Span]:
-    if action.kind in PARTNER:
-        peer = rank + (1 if action.kind in ("SF", "RB") else -1)
-        span = launched[action._replace(kind=PARTNER[action.kind])].get(peer) if 0 <= peer < p else None
-        return [span] if span else []
-    sources = roots(action.kind, p)
-    ranks = range(p) if sources is None or rank in sources else sources
-    return [launched[action][other] for other in ranks if other in launched[action]]
+def transfer(span: Span, place: Placement) -> tuple:
+    """What names one transfer on all its ranks."""
+    action = span.action
+    edge = place.edge(action.kind, span.rank, action.chunk) if action.kind in P2P else None
+    return (action,) if edge is None else (action.kind[1], action.microbatch, edge)
+
+
+def _others(action: Action, rank: int, place: Placement, spans: dict[int, Span]) -> list[Span]:
+    """Spans of the same transfer that must have begun: the other end's, all ranks', or the sender's."""
+    if action.kind in P2P:
+        return [span for other, span in spans.items() if other != rank]
+    sources = roots(action.kind, place)
+    ranks = range(place.p) if sources is None or rank in sources else sources
+    return [spans[other] for other in ranks if other in spans]
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,7 @@ def vocabulary_shares(timeline: Timeline, waits: tuple[Span, ...] | None = None)
     totals: dict[str, Share] = {kind: Share() for kind in COLLECTIVES}
     for rank in range(schedule.p):
         passes = _stretches(s for s in timeline.spans if s.lane == "compute" and s.rank == rank)
-        held = _stretches(
-            s
-            for s in waits
-            if s.rank == rank and _needs_vocabulary(s.action, rank, schedule.p, schedule.vocab)
-        )
+        held = _stretches(s for s in waits if s.rank == rank and _needs_vocabulary(s.action, rank, schedule))
         for span in timeline.spans:
             if span.lane != "comm" or span.rank != rank:
                 continue
@@ -105,8 +107,8 @@ def gaps(timeline: Timeline) -> tuple[Span, ...]:
     return tuple(found)
 
 
-def _needs_vocabulary(action: Action, rank: int, p: int, vocab: str) -> bool:
-    return any(need.kind in COLLECTIVES for need in needs(action, rank, p, vocab))
+def _needs_vocabulary(action: Action, rank: int, schedule: Schedule) -> bool:
+    return any(need.kind in COLLECTIVES for need in needs(action, rank, schedule.place, schedule.vocab))
 
 
 def _stretches(spans: Iterable[Span]) -> list[tuple[float, float]]:

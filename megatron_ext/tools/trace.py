@@ -45,7 +45,12 @@ class Shown:
 def planned(request: Planned, costs: Costs | None) -> Shown:
     """A schedule, checked and simulated."""
     given = costs or trace_report.unit_costs(request.vocab)
-    options = {"pipeline": request.pipeline, "vocab": request.vocab, "forward_only": request.forward_only}
+    options = {
+        "pipeline": request.pipeline,
+        "vocab": request.vocab,
+        "forward_only": request.forward_only,
+        "chunks": request.chunks,
+    }
     if request.order == "list":
         schedule = build_listed(request.p, request.m, costs=given, **options)
     else:

@@ -8,6 +8,7 @@ from megatron_ext.problems import UserError
 from megatron_ext.schedules.action import MODES
 from megatron_ext.schedules.build import PIPELINES
 from megatron_ext.schedules.costs import Costs
+from megatron_ext.schedules.families import family
 
 ORDERS = ("static", "list")
 LEAST_WIDTH = 40
@@ -15,8 +16,11 @@ LEAST_WIDTH = 40
 _EPILOG = """\
 Without --costs: F = 1, B = 2, passes of the output layer 0.6 together, all other passes and all transfers 0.
 FILE is a JSON object of seconds: any of forward, backward, output_s, output_u, output_t, loss, input_forward
-and input_backward (one number, or a list with one per stage), and comm, an object with any of p2p, e, g, C0,
-C1, C2, C3, G. forward is 1 and backward 2 where the file does not say, all others 0. A trace of a measured
+and input_backward (one number, or a list with one per rank), weight (the part of backward that weight
+gradients take where a schedule splits it, half of it if not given), and comm, an object with any of p2p,
+e, g,
+C0, C1, C2, C3, G. forward is 1 and backward 2 where the file does not say, all others 0. A trace of a
+measured
 step writes such a file.
 
 Exit code: 0, or 2 where arguments or files are wrong.
@@ -34,6 +38,7 @@ class Planned:
     order: str
     forward_only: bool
     overlap: bool
+    chunks: int | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     plan = parser.add_argument_group("a schedule")
     plan.add_argument("--pipeline-schedule", metavar="NAME", help=f"{', '.join(PIPELINES)} (default 1f1b)")
     plan.add_argument("--vocab-parallel", metavar="MODE", help=f"{', '.join(MODES)} (default off)")
-    plan.add_argument("-p", metavar="N", help="pipeline stages")
+    plan.add_argument(
+        "--num-virtual-stages-per-pipeline-rank", metavar="N", help="chunks per rank, interleaved (default 2)"
+    )
+    plan.add_argument("-p", metavar="N", help="pipeline ranks")
     plan.add_argument("-m", metavar="N", help="microbatches")
     plan.add_argument(
         "--order", metavar="ORDER", help="static (default), or list: the best order found for the costs"
@@ -130,7 +138,26 @@ def _planned(args: argparse.Namespace, found: list[str]) -> Planned | None:
             sizes.append(_count(given, flag, f"the number of {what}", 1, found))
     if None in sizes:
         return None
-    return Planned(*sizes, pipeline, vocab, order, args.forward_only, not args.no_overlap)
+    chunks = _chunks(args.num_virtual_stages_per_pipeline_rank, pipeline, vocab, found)
+    return Planned(*sizes, pipeline, vocab, order, args.forward_only, not args.no_overlap, chunks)
+
+
+def _chunks(given: str | None, pipeline: str, vocab: str, found: list[str]) -> int | None:
+    """Chunks per rank; also whether the pipeline can have this vocabulary mode."""
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    if pipeline not in PIPELINES:
+        return None
+    if vocab in MODES and vocab not in family(pipeline).modes:
+        found.append(
+            f"--vocab-parallel {vocab} runs only with --pipeline-schedule 1f1b. Give one of "
+            f"{', '.join(family(pipeline).modes)} with {pipeline}."
+        )
+    if given is None:
+        return None
+    if family(pipeline).chunks is not None:
+        found.append(f"{flag} is only for --pipeline-schedule interleaved. Leave it out with {pipeline}.")
+        return None
+    return _count(given, flag, "the number of chunks", 2, found)
 
 
 def _conflicts(args: argparse.Namespace) -> list[str]:
@@ -142,6 +169,7 @@ def _conflicts(args: argparse.Namespace) -> list[str]:
         "--order": args.order,
         "--forward-only": args.forward_only,
         "--no-overlap": args.no_overlap,
+        "--num-virtual-stages-per-pipeline-rank": args.num_virtual_stages_per_pipeline_rank,
     }
     flags = [flag for flag, value in given.items() if value]
     if not flags:

@@ -16,12 +16,13 @@ from megatron_ext.schedules.costs import Costs
 from megatron_ext.schedules.lower import Program, lower
 from megatron_ext.schedules.render_panel import Panel
 from megatron_ext.schedules.simulate import Span, Timeline
+from megatron_ext.schedules.transfers import transfer
 
 SCHEMA = 1
 MEASURED = "measured"
 """The name of a measured timeline."""
 LANES = ("compute", "wait", "comm", "p2p-f", "p2p-b")
-SAME = ("p", "m", "pipeline", "vocab", "overlap", "step")
+SAME = ("p", "m", "pipeline", "chunks", "vocab", "overlap", "step")
 """What the files of one step must agree on."""
 AGAIN = "Record the step again, into an empty folder, and let the run finish it."
 _NAME = re.compile(r"trace-rank-(\d+)\.jsonl")
@@ -65,7 +66,7 @@ def read_measured(folder: Path, replica: int = 0) -> Measured:
     _check_heads(folder, traces)
     chosen, replicas = _of_replica(folder, traces, replica)
     head = chosen[0].head
-    plan = build(head["p"], head["m"], pipeline=head["pipeline"], vocab=head["vocab"])
+    plan = build(head["p"], head["m"], pipeline=head["pipeline"], vocab=head["vocab"], chunks=head["chunks"])
     _check_actions(chosen, lower(plan, overlap=head["overlap"]))
     schedule = _as_run(plan, chosen)
     zero = min(start for trace in chosen for _, _, start, _ in trace.spans)
@@ -134,12 +135,13 @@ def _json(line: str, what: str) -> dict:
 
 
 def _head(head: dict) -> dict:
+    head.setdefault("chunks", 1)
     if head.get("event") != "trace" or head.get("schema") != SCHEMA:
         raise ValueError(
             f": its first line is of event {head.get('event')!r}, schema {head.get('schema')!r}; expected "
             f"'trace', schema {SCHEMA}."
         )
-    least = {"rank": 0, "stage": 0, "p": 1, "m": 1, "step": 0}
+    least = {"rank": 0, "stage": 0, "p": 1, "m": 1, "step": 0, "chunks": 1}
     wrong = [
         name
         for name, low in least.items()
@@ -244,14 +246,16 @@ def _some(values: Sequence[Any]) -> str:
 
 def measured_costs(timeline: Timeline) -> Costs:
     """Mean seconds of each pass by stage, and of each kind of transfer from when all its ranks were there."""
-    p = timeline.program.schedule.p
+    schedule = timeline.program.schedule
+    p, chunks = schedule.p, schedule.chunks
     passes: dict[tuple[str, int], list[float]] = defaultdict(list)
     transfers: dict[tuple[str, Any], list[Span]] = defaultdict(list)
     for span in timeline.spans:
         if span.lane == "compute":
             passes[span.action.kind, span.rank].append(span.end - span.start)
         else:
-            transfers[_transfer(span)].append(span)
+            kind = "p2p" if span.action.kind in P2P else span.action.kind
+            transfers[kind, transfer(span, schedule.place)].append(span)
     comm = defaultdict(list)
     for (kind, _), spans in transfers.items():
         # The rank that comes last does not wait for others. Its span is the shortest, by any rank's clock.
@@ -260,9 +264,11 @@ def measured_costs(timeline: Timeline) -> Costs:
     def per_rank(kind: str) -> tuple[float, ...]:
         return tuple(_mean(passes[kind, rank]) for rank in range(p))
 
+    forward, backward, weight = (tuple(chunks * time for time in per_rank(kind)) for kind in ("F", "B", "W"))
     return Costs(
-        forward=per_rank("F"),
-        backward=per_rank("B"),
+        forward=forward,
+        backward=tuple(b + w for b, w in zip(backward, weight, strict=True)),
+        weight=weight if schedule.split else None,
         output_s=per_rank("S"),
         output_u=per_rank("U"),
         output_t=per_rank("T"),
@@ -271,15 +277,6 @@ def measured_costs(timeline: Timeline) -> Costs:
         input_backward=per_rank("IB"),
         comm={kind: _mean(times) for kind, times in sorted(comm.items())},
     )
-
-
-def _transfer(span: Span) -> tuple[str, Any]:
-    """The kind of cost, and what names one transfer on all its ranks."""
-    action = span.action
-    if action.kind not in P2P:
-        return action.kind, action
-    lower = span.rank if action.kind in ("SF", "RB") else span.rank - 1
-    return "p2p", (action.kind[1], lower, action.microbatch, action.chunk)
 
 
 def _mean(values: list[float]) -> float:

@@ -7,7 +7,7 @@ from megatron_ext.schedules.render_html import Table
 from megatron_ext.schedules.render_panel import Panel, Units
 from megatron_ext.schedules.render_text import percent, rank_rows
 from megatron_ext.schedules.simulate import Span
-from megatron_ext.schedules.transfers import Share, gaps, vocabulary_shares
+from megatron_ext.schedules.transfers import Share, gaps, transfer, vocabulary_shares
 from megatron_ext.tools.trace_read import MEASURED, Measured
 
 # Of the unit of one forward pass. vocab-2 has two of the three matrix products in S, the others one.
@@ -76,18 +76,12 @@ def measured_notes(measured: Measured, costs: str) -> list[str]:
 
 def clock_skew(panel: Panel) -> float:
     """Seconds by which a receive ended before its send began, at most: 0 where clocks agree."""
-    sends = {
-        (s.rank, s.action.kind, s.action.microbatch, s.action.chunk): s.start
-        for s in panel.timeline.spans
-        if s.action.kind in ("SF", "SB")
-    }
+    place = panel.timeline.program.schedule.place
+    sends = {transfer(s, place): s.start for s in panel.timeline.spans if s.action.kind in ("SF", "SB")}
     skew = 0.0
     for span in panel.timeline.spans:
         if span.action.kind in ("RF", "RB"):
-            direction = span.action.kind[1]
-            sender = span.rank + (-1 if direction == "F" else 1)
-            sent = sends[sender, f"S{direction}", span.action.microbatch, span.action.chunk]
-            skew = max(skew, sent - span.end)
+            skew = max(skew, sends[transfer(span, place)] - span.end)
     return skew
 
 
@@ -95,7 +89,8 @@ def tables(panels: Sequence[Panel], units: Units) -> list[Table]:
     """The tables of one timeline, or of a planned and a measured one."""
     if len(panels) == 1:
         about = (
-            "Bubble: share of the makespan in which a rank does not compute. In flight: most microbatches."
+            "Bubble: share of the makespan in which a rank does not compute. In flight: most microbatches, "
+            "or where ranks have several chunks, most of their activations."
         )
         found = [Table("Ranks", rank_rows(panels[0], units), about)]
     else:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.schedules.placement import Placement
 from megatron_ext.vocab.comm import VocabComm
 
 
@@ -130,19 +131,19 @@ def _same_mask(mask: Any, other: Any) -> bool:
 
 
 def share(
-    comm: VocabComm, calls: list[Call], shape: tuple[int, int], device: torch.device
+    comm: VocabComm, calls: list[list[Call]], shape: tuple[int, int], device: torch.device, place: Placement
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of all microbatches, int32 `[m, b, s]`, on every stage; `shape` is (b, s).
+    """Tokens and labels of all microbatches, int32 `[m, b, s]`, on every stage; `shape` is (b, s), and
+    `calls` are those of each chunk.
 
     Raises RuntimeError when the first or last stage has others of another shape.
     """
-    last = comm.pp - 1
-    rank = comm.groups.pipe.rank()
-    tokens = _stacked([call.tokens for call in calls], "tokens", shape, device, rank == 0)
-    labels = _stacked([call.labels for call in calls], "labels", shape, device, rank == last)
-    for call in calls:
+    rank, first, last = comm.groups.pipe.rank(), place.first, place.last
+    tokens = _stacked([c.tokens for c in calls[first.chunk]], "tokens", shape, device, rank == first.rank)
+    labels = _stacked([c.labels for c in calls[last.chunk]], "labels", shape, device, rank == last.rank)
+    for call in (call for chunk in calls for call in chunk):
         call.tokens = call.labels = None
-    return comm.broadcast(tokens, root=0), comm.broadcast(labels, root=last)
+    return comm.broadcast(tokens, root=first.rank), comm.broadcast(labels, root=last.rank)
 
 
 def _stacked(

@@ -11,6 +11,8 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.patching import Patch
+
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
@@ -59,24 +61,56 @@ def vocab_sharded_state_dict(
     return out
 
 
+def buffer_patches(feature: str) -> list[Patch]:
+    """Flat buffers of one layout are never read by another."""
+    return [
+        Patch(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+            name_buffers_apart,
+            "wrap",
+            "names of its own for flat optimizer buffers in checkpoints",
+            feature,
+        ),
+        Patch(
+            "megatron.training.checkpointing:_load_base_checkpoint",
+            refuse_foreign_buffers,
+            "wrap",
+            "flat buffers of a run with another layout are refused",
+            feature,
+            needs=("load_dir", "args"),
+        ),
+    ]
+
+
 def name_buffers_apart(original: Callable) -> Callable:
     """Wrap of `DistributedOptimizer.__init__`: its buffers get names of their own in checkpoints.
 
-    Untied and with two stages, a rank has as many vocabulary rows as in stock. Under stock's names, stock
-    would read these buffers, and this run stock's, without an error and with the states of the wrong rows.
+    Untied and with two stages, a rank has as many vocabulary rows as in stock, and the chunks of a V are as
+    large as those of an interleaved pipeline. Under stock's names, stock would read these buffers, and this
+    run stock's, without an error and with the states of the wrong rows or layers.
     """
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
         if hasattr(self, "data_parallel_group_idx"):  # not on a rank without parameters
-            self.data_parallel_group_idx = f"{self.data_parallel_group_idx}.vocab"
+            from megatron.training import get_args
+
+            self.data_parallel_group_idx = ".".join(
+                [str(self.data_parallel_group_idx), *layout_of(get_args())]
+            )
 
     return __init__
 
 
+def layout_of(args: Namespace) -> list[str]:
+    """What of a run decides which parameters a rank holds, beside stock's own flags."""
+    found = ["vocab"] if getattr(args, "vocab_parallel", "off") != "off" else []
+    return [*found, "v"] if getattr(args, "pipeline_schedule", "stock").startswith("v-") else found
+
+
 def refuse_foreign_buffers(original: Callable) -> Callable:
-    """Wrap of `_load_base_checkpoint` that says why the buffers of a run without the feature cannot be read.
+    """Wrap of `_load_base_checkpoint` that says why the buffers of another kind of run cannot be read.
 
     Raises:
         ValueError: that is what would be loaded.
@@ -87,15 +121,24 @@ def refuse_foreign_buffers(original: Callable) -> Callable:
         loaded = original(load_dir, args, *rest, **kwargs)
         state, _, release, _ = loaded
         if state and not release and _has_foreign_buffers(state, args):
+            how = _flags(state["args"]) or "without --vocab-parallel and with stock's placement of layers"
             raise ValueError(
-                f"The checkpoint in {load_dir} was saved without --vocab-parallel, and with the distributed "
-                "optimizer's state as flat buffers, which fit only the layout that saved them. With "
-                f"--vocab-parallel {args.vocab_parallel} ranks hold other parameters. Save it with "
+                f"The checkpoint in {load_dir} was saved {how}, and with the distributed "
+                "optimizer's state as flat buffers, which fit only the layout that saved them. "
+                f"{_flags(args).capitalize()} ranks hold other parameters. Save it with "
                 "--dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim."
             )
         return loaded
 
     return load
+
+
+def _flags(args: Namespace) -> str:
+    """What a run was given that changes its layout, in words."""
+    found = layout_of(args)
+    words = [f"--vocab-parallel {args.vocab_parallel}"] if "vocab" in found else []
+    words += [f"--pipeline-schedule {args.pipeline_schedule}"] if "v" in found else []
+    return f"with {' and '.join(words)}" if words else ""
 
 
 def _has_foreign_buffers(state: Mapping[str, Any], args: Namespace) -> bool:
@@ -106,7 +149,7 @@ def _has_foreign_buffers(state: Mapping[str, Any], args: Namespace) -> bool:
     saved = state.get("args")
     if saved is None or not args.use_distributed_optimizer or args.no_load_optim or args.finetune:
         return False
-    if getattr(saved, "no_save_optim", False) or getattr(saved, "vocab_parallel", "off") != "off":
+    if getattr(saved, "no_save_optim", False) or layout_of(saved) == layout_of(args):
         return False
     kind = (load_content_metadata(preloaded_state_dict=state) or {}).get("distrib_optim_sharding_type")
     return kind is not None and kind not in DistributedOptimizer.checkpoint_fully_reshardable_formats

@@ -4,9 +4,10 @@ import functools
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.layout import DEFAULT_ORDER, TP_PP_DP_ORDER, megatron_grid
 from megatron_ext.patching import Patch
-from megatron_ext.vocab.checkpoint import name_buffers_apart, refuse_foreign_buffers
+from megatron_ext.pipeline.install import placement_of, plan_of, settings_of, weights_of
+from megatron_ext.pipeline.links import grid_of, link_groups
+from megatron_ext.vocab.checkpoint import buffer_patches
 
 if TYPE_CHECKING:
     from megatron_ext.features import Context, Group
@@ -17,21 +18,14 @@ def vocab_groups(args: Namespace) -> "dict[str, Group]":
     others."""
     from megatron_ext.features import Group
 
-    grid = megatron_grid(
-        args.world_size,
-        tp=args.tensor_model_parallel_size,
-        cp=args.context_parallel_size,
-        pp=args.pipeline_model_parallel_size,
-        order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-    )
+    grid = grid_of(args)
     axes = {
         "vocab-pipe": ("pp",),
         "vocab-tensor": ("tp",),
         "vocab-shards": ("tp", "pp"),
-        "pipeline-forward": ("pp",),
-        "pipeline-backward": ("pp",),
     }
-    return {name: Group(grid.groups(*names), communicator=name) for name, names in axes.items()}
+    own = {name: Group(grid.groups(*names), communicator=name) for name, names in axes.items()}
+    return own | link_groups(args, placement_of(args))
 
 
 def vocab_patches(context: "Context") -> list[Patch]:
@@ -41,37 +35,27 @@ def vocab_patches(context: "Context") -> list[Patch]:
     def model(original: Any) -> Any:
         from megatron_ext.vocab.model import after_init
 
-        return after_init(lambda: registry["vocab-pipe"], original)
+        return after_init(lambda: registry["vocab-pipe"], lambda p: plan_of(flags).place(p), original)
 
     def schedule(original: Any) -> Any:
-        from megatron_ext.vocab.schedule import choose
+        from megatron_ext.pipeline.schedule import choose
 
         return choose(functools.cache(lambda: _schedule(flags, registry)), original)
 
-    optimizer = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.__init__"
     return [
-        Patch(
-            optimizer,
-            name_buffers_apart,
-            "wrap",
-            "names of its own for flat optimizer buffers in checkpoints",
-            "vocab",
-        ),
-        Patch(
-            "megatron.training.checkpointing:_load_base_checkpoint",
-            refuse_foreign_buffers,
-            "wrap",
-            "flat buffers of a run without the feature are refused",
-            "vocab",
-            needs=("load_dir", "args"),
-        ),
+        *buffer_patches("vocab"),
         Patch(
             "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
             model,
             "wrap",
             "share the vocabulary layers out to all pipeline stages",
             "vocab",
-            needs=("position_embedding_type", "scatter_embedding_sequence_parallel"),
+            needs=(
+                "position_embedding_type",
+                "scatter_embedding_sequence_parallel",
+                "share_embeddings_and_output_weights",
+                "vp_stage",
+            ),
         ),
         Patch(
             "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
@@ -87,9 +71,6 @@ def _schedule(flags: Namespace, registry: Any) -> Any:
     import torch
     from megatron.training import get_args
 
-    from megatron_ext.record import on_gpu
-    from megatron_ext.schedules.costs import Costs
-    from megatron_ext.schedules.trace import StepTrace
     from megatron_ext.vocab.functional import LossTerms, Saving
     from megatron_ext.vocab.output import OutputOptions
     from megatron_ext.vocab.schedule import make_schedule
@@ -101,19 +82,5 @@ def _schedule(flags: Namespace, registry: Any) -> Any:
         sum_dtype=torch.float32 if flags.vocab_sum_dtype == "fp32" else None,
         fused=get_args().gradient_accumulation_fusion,
     )
-    trace = None
-    if flags.ext_trace:
-        rank = torch.distributed.get_rank()
-        trace = StepTrace(
-            flags.ext_trace, rank, registry["vocab-pipe"].rank(), flags.ext_trace_step, on_gpu()
-        )
-    costs = Costs.read(flags.vocab_costs) if flags.vocab_costs else None
-    overlap = flags.vocab_overlap == "on"
-    return make_schedule(
-        registry,
-        options,
-        overlap=overlap,
-        costs=costs,
-        trace=trace,
-        check_bytes="bytes" in flags.ext_check,
-    )
+    stage = registry["vocab-pipe"].rank()
+    return make_schedule(registry, plan_of(flags), weights_of(flags), options, **settings_of(flags, stage))

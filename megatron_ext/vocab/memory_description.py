@@ -4,6 +4,9 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_ext.schedules.families import family
+from megatron_ext.schedules.placement import Placement
+
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -38,7 +41,10 @@ class Description:
     """Data-parallel ranks; the distributed optimizer shards over data x context."""
     sequence_parallel: bool = False
     stage_layers: tuple[int, ...] = ()
-    """Layers by stage."""
+    """Layers by pipeline rank."""
+    schedule: str = "1f1b"
+    chunks: int = 1
+    """Of layers per pipeline rank, all of one size."""
 
     itemsize: int = 4
     """Of weights and activations."""
@@ -76,6 +82,15 @@ class Description:
     num_statistics: int = 3
     weight_product: bool = False
     """The output layer's weight gradient is a tensor of its own before it is added to the buffer."""
+
+    @property
+    def place(self) -> Placement:
+        """Where the pipeline's stages live."""
+        return family(self.schedule).placement(self.pipeline, self.chunks)
+
+    def chunk_layers(self, rank: int) -> int:
+        """Layers of one chunk of a rank."""
+        return self.stage_layers[rank] // self.chunks
 
     @property
     def tokens(self) -> int:
@@ -132,7 +147,6 @@ def not_modelled(args: Namespace) -> str | None:
     switches = {
         "num_experts": "mixture of experts",
         "mtp_num_layers": "multi-token prediction",
-        "virtual_pipeline_model_parallel_size": "interleaved pipelines",
         "multi_latent_attention": "multi-latent attention",
         "use_torch_fsdp2": "FSDP",
         "use_megatron_fsdp": "FSDP",
@@ -142,7 +156,13 @@ def not_modelled(args: Namespace) -> str | None:
         "fp4": "4-bit training",
     }
     found = [what for name, what in switches.items() if getattr(args, name, None)]
+    if getattr(args, "pipeline_schedule", "stock") == "stock" and _chunks(args) > 1:
+        found.append("stock's interleaved pipelines")
     return f"The memory model does not cover {', '.join(dict.fromkeys(found))}." if found else None
+
+
+def _chunks(args: Namespace) -> int:
+    return getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
 
 
 def model_description(args: Namespace, *, gpu: bool, vocab: Namespace | None = None) -> Description:
@@ -186,6 +206,8 @@ def model_description(args: Namespace, *, gpu: bool, vocab: Namespace | None = N
         data=args.data_parallel_size,
         sequence_parallel=args.sequence_parallel,
         stage_layers=stage_layers(args),
+        schedule="1f1b" if _schedule(args) == "stock" else _schedule(args),
+        chunks=_chunks(args),
         itemsize=item,
         grad_itemsize=4 if args.accumulate_allreduce_grads_in_fp32 else item,
         **_optimizer(args, item),
@@ -198,6 +220,10 @@ def model_description(args: Namespace, *, gpu: bool, vocab: Namespace | None = N
         **_recompute(args),
         **_vocabulary(args, vocab, item),
     )
+
+
+def _schedule(args: Namespace) -> str:
+    return getattr(args, "pipeline_schedule", "stock")
 
 
 def _query_groups(args: Namespace) -> int:

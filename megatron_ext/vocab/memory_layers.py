@@ -37,7 +37,7 @@ def norm_params(d: Description) -> int:
 def params(d: Description, rank: int) -> int:
     """Weights of a pipeline rank, on each of its tensor-parallel ranks."""
     total = d.stage_layers[rank] * layer_params(d)
-    first, last = rank == 0, rank == d.pipeline - 1
+    first, last = rank == d.place.first.rank, rank == d.place.last.rank
     if first:
         total += d.positions * d.hidden
     if last:
@@ -47,7 +47,7 @@ def params(d: Description, rank: int) -> int:
     table = d.vocab // d.tensor * d.hidden
     if first:
         total += table
-    # Tied, the last stage holds a copy, unless it is the first one, too.
+    # Tied, the last stage holds a copy, unless it is on the rank of the first one, too.
     if last and not (first and d.tied):
         total += table
     return total
@@ -127,18 +127,27 @@ def hidden_bytes(d: Description) -> int:
     return d.itemsize * d.residual_rows * d.hidden
 
 
-def stage_kept(d: Description, rank: int) -> int:
+def stage_kept(d: Description, rank: int, chunk: int = 0) -> int:
     """Bytes that one microbatch's forward pass leaves on a stage, without stock's output layer."""
-    layers = d.stage_layers[rank]
+    layers = d.chunk_layers(rank)
     kept = _layers_kept(d, layers)
-    if rank == 0:
+    if d.place.first == (rank, chunk):
         kept += 2 * TOKEN * d.tokens + d.dropout_mask * d.residual_rows * d.hidden
-    if rank == d.pipeline - 1:
+    if d.place.last == (rank, chunk):
         # The final norm; what comes out is the output layer's input, which vocabulary passes keep themselves.
         kept += norm_kept(d) + (hidden_bytes(d) if d.vocab_mode == "off" else 0)
     if d.attention_mask and layers:
         kept += d.micro_batch * d.seq_length**2
     return kept
+
+
+def left_for_weights(d: Description, layers: int) -> int:
+    """Bytes that wait between B and W: every matrix's input and the gradient of its output."""
+    q, k, f = _widths(d)
+    up = f * (2 if d.gated else 1)
+    inside = q + (q + 2 * k) + f + up  # of the parts of a tensor-parallel rank
+    outside = 2 * d.residual_rows * d.hidden + 2 * d.tokens * d.hidden
+    return layers * d.itemsize * (d.tokens * inside + outside)
 
 
 def _layers_kept(d: Description, layers: int) -> int:

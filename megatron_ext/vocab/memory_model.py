@@ -14,12 +14,18 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from megatron_ext.schedules.action import TRANSFORMER
+from megatron_ext.schedules.families import family
 from megatron_ext.vocab import memory_layers as layers
 from megatron_ext.vocab.memory_description import Description, model_description
 
 if TYPE_CHECKING:
     from megatron_ext.schedules.action import Action
     from megatron_ext.schedules.lower import Program
+
+
+CHUNKED = (*TRANSFORMER, "RF", "RB")
+"""Actions of one chunk."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ def plan_memory(d: Description, program: "Program") -> list[MemoryPlan]:
         ValueError: program and description are of different pipelines.
     """
     schedule = program.schedule
-    if schedule.p != d.pipeline or schedule.vocab != d.vocab_mode or len(d.stage_layers) != d.pipeline:
+    same = (schedule.p, schedule.vocab, schedule.place) == (d.pipeline, d.vocab_mode, d.place)
+    if not same or len(d.stage_layers) != d.pipeline:
         raise ValueError(
             f"the program is for {schedule.p} ranks with vocabulary {schedule.vocab}, the description for "
             f"{d.pipeline} ranks with {len(d.stage_layers)} stages and {d.vocab_mode}"
@@ -64,8 +71,10 @@ def planned_program(d: Description, microbatches: int) -> "Program":
     from megatron_ext.schedules.build import build
     from megatron_ext.schedules.lower import lower
 
-    schedule = build(d.pipeline, min(microbatches, 4 * d.pipeline), vocab=d.vocab_mode)
-    return lower(schedule, overlap=d.vocab_mode != "off")  # stock's transfers block
+    few, chunks = min(microbatches, 4 * d.pipeline), d.chunks if d.schedule == "interleaved" else None
+    schedule = build(d.pipeline, few, pipeline=d.schedule, vocab=d.vocab_mode, chunks=chunks)
+    # Stock's transfers block.
+    return lower(schedule, overlap=d.vocab_mode != "off" or d.schedule != "1f1b")
 
 
 def plan_of_run(
@@ -101,14 +110,15 @@ def _plan(d: Description, program: "Program", rank: int) -> MemoryPlan:
 
 
 class _Walk:
-    """Activations of one rank along its program, in stock's pipeline."""
+    """Activations of one rank along its program, with stock's embedding and output layer."""
 
     def __init__(self, d: Description, rank: int):
         self.d, self.rank = d, rank
-        self.first, self.last = rank == 0, rank == d.pipeline - 1
-        self.kept = layers.stage_kept(d, rank)
+        self.has_first, self.has_last = rank == d.place.first.rank, rank == d.place.last.rank
+        self.kept = [layers.stage_kept(d, rank, chunk) for chunk in range(d.chunks)]
         self.hidden = layers.hidden_bytes(d)
-        self.held: Counter[tuple[str, int]] = Counter()  # (what, microbatch) -> bytes
+        self.split = family(d.schedule).split
+        self.held: Counter[tuple[str, int, int]] = Counter()  # (what, microbatch, chunk) -> bytes
         self.vocabulary: Counter[tuple[str, int]] = Counter()
         self.peak = (0, 0)
 
@@ -116,7 +126,7 @@ class _Walk:
         """Take note of one action: the moments of a pass, then what it leaves."""
         handle = getattr(self, f"_{action.kind}", None)
         if handle is not None:
-            handle(action.microbatch)
+            handle(*action[1:] if action.kind in CHUNKED else action[1:2])
 
     def moment(self, extra: int = 0, vocabulary: int = 0) -> None:
         """A moment at which `extra` bytes exist beside what is held."""
@@ -124,40 +134,55 @@ class _Walk:
         if sum(now) > sum(self.peak):
             self.peak = now
 
-    def _RF(self, i: int) -> None:
-        self.held["input", i] = self.hidden
+    def is_first(self, chunk: int) -> bool:
+        """Whether a chunk is the first stage."""
+        return self.d.place.first == (self.rank, chunk)
+
+    def is_last(self, chunk: int) -> bool:
+        """Whether a chunk is the last stage."""
+        return self.d.place.last == (self.rank, chunk)
+
+    def _RF(self, i: int, chunk: int) -> None:
+        self.held["input", i, chunk] = self.hidden
         self.moment()
 
-    def _RB(self, i: int) -> None:
-        self.held["gradient", i] = self.hidden
+    def _RB(self, i: int, chunk: int) -> None:
+        self.held["gradient", i, chunk] = self.hidden
         self.moment()
 
-    def _F(self, i: int) -> None:
-        self.held.pop(("input", i), None)  # the first layer keeps it
-        self.held["kept", i] = self.kept
+    def _F(self, i: int, chunk: int) -> None:
+        self.held.pop(("input", i, chunk), None)  # the first layer keeps it
+        self.held["kept", i, chunk] = self.kept[chunk]
         self.moment(2 * self.hidden)  # the last layer's sum, and its output before it is sent
-        if self.last and self.d.vocab_mode == "off":
+        if self.is_last(chunk) and self.d.vocab_mode == "off":
             self.moment(self._logits(forward=True))
-            self.held["softmax", i] = 4 * self._logit_count
+            self.held["softmax", i, chunk] = 4 * self._logit_count
 
-    def _B(self, i: int) -> None:
-        if self.last and self.d.vocab_mode == "off":
+    def _B(self, i: int, chunk: int) -> None:
+        if self.is_last(chunk) and self.d.vocab_mode == "off":
             self.moment(self._logits(forward=False))
-            self.held.pop(("softmax", i))
+            self.held.pop(("softmax", i, chunk))
             weight = self.d.vocab // self.d.tensor * self.d.hidden
             product = self.d.itemsize * (self._logit_count + weight) + self.hidden
             self.moment(product + layers.gathered_bytes(self.d))
-        self.moment(self._backward(i))
-        self.held.pop(("kept", i))
-        self.held.pop(("gradient", i), None)
-        if self.first and self.d.vocab_mode == "off":
+        self.moment(self._backward(i, chunk))
+        self.held.pop(("kept", i, chunk))
+        self.held.pop(("gradient", i, chunk), None)
+        if self.split:
+            self.held["weights", i, chunk] = layers.left_for_weights(self.d, self.d.chunk_layers(self.rank))
+            self.moment(self.hidden)
+        if self.is_first(chunk) and self.d.vocab_mode == "off":
             # autograd makes a dense gradient of the whole embedding before it is added to the buffer.
             weight = self.d.vocab // self.d.tensor * self.d.hidden
             self.moment(self.d.itemsize * (weight + self.d.tokens * self.d.hidden))
 
-    def _backward(self, i: int) -> int:
-        count = self.d.stage_layers[self.rank]
-        received = self.held[("gradient", i)]  # part of `backward_extra`
+    def _W(self, i: int, chunk: int) -> None:
+        self.moment(layers.gathered_bytes(self.d))
+        self.held.pop(("weights", i, chunk))
+
+    def _backward(self, i: int, chunk: int) -> int:
+        count = self.d.chunk_layers(self.rank)
+        received = self.held[("gradient", i, chunk)]  # part of `backward_extra`
         return layers.backward_extra(self.d, count) + layers.recomputed_bytes(self.d, count) - received
 
     @property
@@ -190,12 +215,12 @@ class _VocabularyWalk(_Walk):
     def _IF(self, i: int) -> None:
         self.vocabulary["embeddings", i] = self.rows_bytes
         self.moment()
-        if not self.first:  # the sum is on its way; the first stage keeps it as the leaf of autograd
+        if not self.has_first:  # the sum is on its way; the first stage keeps it as the leaf of autograd
             self.vocabulary.pop(("embeddings", i))
 
-    def _F(self, i: int) -> None:
-        super()._F(i)
-        if self.last:
+    def _F(self, i: int, chunk: int) -> None:
+        super()._F(i, chunk)
+        if self.is_last(chunk):
             self.vocabulary["hidden", i] = self.rows_bytes
 
     def _C0(self, i: int) -> None:
@@ -221,13 +246,14 @@ class _VocabularyWalk(_Walk):
             self._keep_sum(i)
 
     def _keep_sum(self, i: int) -> None:
-        if self.last:
+        if self.has_last:
             self.vocabulary["sum", i] = self.d.sum_itemsize * self.d.residual_rows * self.d.hidden
 
-    def _B(self, i: int) -> None:
-        super()._B(i)
-        self.vocabulary.pop(("sum", i), None)
-        if self.first:
+    def _B(self, i: int, chunk: int) -> None:
+        super()._B(i, chunk)
+        if self.is_last(chunk):
+            self.vocabulary.pop(("sum", i), None)
+        if self.is_first(chunk):
             self.vocabulary.pop(("embeddings", i), None)
             self.vocabulary["embedding gradient", i] = self.rows_bytes
 

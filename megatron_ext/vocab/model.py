@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from megatron_ext import traffic
 from megatron_ext.groups import device_of
 from megatron_ext.hooks import bound
+from megatron_ext.schedules.placement import Placement
 from megatron_ext.vocab.comm import FEATURE
 from megatron_ext.vocab.shard import shard_rows
 from megatron_ext.vocab.shards import EmbeddingShard, OutputShard, new_parameter
@@ -33,8 +34,13 @@ class _OnlyWordEmbeddings(MegatronModule):
         self.word_embeddings = word_embeddings
 
 
-def convert(model: Any, pipe: ProcessGroup) -> None:
-    """Share out the vocabulary layers of `model` over `pipe`, the ranks of its pipeline; collective.
+def convert(
+    model: Any, pipe: ProcessGroup, place: Placement, chunk: int, first: EmbeddingShard | None, tied: bool
+) -> None:
+    """Share out the vocabulary layers of `model`, a chunk, over the pipeline's ranks; collective.
+
+    Every rank's chunk 0 gets its rows of the embedding, and its last chunk those of the output layer. `first`
+    is the embedding of chunk 0 for a chunk that is another one.
 
     Raises:
         ValueError: the vocabulary has fewer rows than there are ranks.
@@ -45,31 +51,35 @@ def convert(model: Any, pipe: ProcessGroup) -> None:
     parts = shard_rows(slice_rows, size)
     offset = tp.rank() * slice_rows
     rows = (offset + parts[rank][0], offset + parts[rank][1])
-    tied = model.share_embeddings_and_output_weights
-    embedding = _scatter(
-        model.embedding.word_embeddings.weight if rank == 0 else None, parts, pipe, 0, config
-    )
-    embedding_shard = EmbeddingShard(config, embedding, rows, model.vocab_size)
-    output = None
-    if not tied:
-        weight = model.output_layer.weight if rank == size - 1 else None
-        output = _scatter(weight, parts, pipe, size - 1, config)
+    if chunk == 0:
+        root = place.first.rank
+        weight = model.embedding.word_embeddings.weight if rank == root else None
+        first = EmbeddingShard(config, _scatter(weight, parts, pipe, root, config), rows, model.vocab_size)
+        if rank == root:
+            model.embedding.word_embeddings = first
+        else:
+            model.embedding = _OnlyWordEmbeddings(config, first)
+    if chunk == place.chunks - 1:
+        root = place.last.rank
+        weight = None
+        if not tied:
+            weight = model.output_layer.weight if rank == root else None
+            weight = _scatter(weight, parts, pipe, root, config)
+        if rank == root:
+            del model.output_layer
+            model.compute_language_model_loss = _hand_through
+        shard = OutputShard(config, weight, rows, model.vocab_size, first if tied else None)
+        model.output_layer = shard
     if config.use_mup:
-        for weight in (embedding, output):
+        for name in ("embedding.word_embeddings", "output_layer"):
+            weight = getattr(_submodule(model, name), "weight", None)
             if weight is not None:
                 weight.is_embedding_parameter = True
-    if rank == 0:
-        model.embedding.word_embeddings = embedding_shard
-    else:
-        model.embedding = _OnlyWordEmbeddings(config, embedding_shard)
-    if rank == size - 1:
-        del model.output_layer
-        model.compute_language_model_loss = _hand_through
-    tied_to = embedding_shard if tied else None
-    model.output_layer = OutputShard(config, output, rows, model.vocab_size, tied_to)
     # Both shards of a rank are one parameter: no stage has a copy that stock would have to keep in step.
     model.share_embeddings_and_output_weights = False
     model.sharded_state_dict = types.MethodType(_sharded_state_dict, model)
+    if chunk:
+        return
     print(
         f"[megatron_ext] stage {rank}, tensor-parallel rank {tp.rank()}: vocabulary rows {rows[0]} to "
         f"{rows[1]} of {model.vocab_size}, {'tied' if tied else 'untied'}",
@@ -77,9 +87,15 @@ def convert(model: Any, pipe: ProcessGroup) -> None:
     )
 
 
-def is_converted(model: Any) -> bool:
-    """Whether `convert` has been at work on this (unwrapped) model."""
-    return isinstance(getattr(model, "output_layer", None), OutputShard)
+def _submodule(model: Any, name: str) -> Any:
+    for part in name.split("."):
+        model = getattr(model, part, None)
+    return model
+
+
+def is_converted(models: list[Any]) -> bool:
+    """Whether `convert` has been at work on these (unwrapped) chunks."""
+    return isinstance(getattr(models[-1], "output_layer", None), OutputShard)
 
 
 def _scatter(
@@ -124,8 +140,15 @@ def _sharded_state_dict(
     return MegatronModule.sharded_state_dict(model, prefix, sharded_offsets, metadata)
 
 
-def after_init(pipe: Callable[[], ProcessGroup], original: Callable) -> Callable:
-    """Wrap of `GPTModel.__init__` that converts the new model."""
+def after_init(
+    pipe: Callable[[], ProcessGroup], placement: Callable[[int], Placement], original: Callable
+) -> Callable:
+    """Wrap of `GPTModel.__init__` that converts a new model once all its chunks are there.
+
+    Not before, since stock itself copies tied weights from the first to the last stage while it builds them.
+    `placement` of a number of pipeline ranks says how many chunks there are.
+    """
+    built: list[tuple[Any, bool]] = []  # chunks of a model that is not complete
 
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
@@ -133,7 +156,16 @@ def after_init(pipe: Callable[[], ProcessGroup], original: Callable) -> Callable
         call = bound(original, (self, *args), kwargs)
         learned = call["position_embedding_type"] == "learned_absolute"
         scatter = call["scatter_embedding_sequence_parallel"] and self.config.sequence_parallel
-        convert(self, pipe())
+        group, chunk = pipe(), call["vp_stage"] or 0
+        place = placement(group.size())
+        del built[chunk:]  # what is left of a model that was given up
+        built.append((self, call["share_embeddings_and_output_weights"]))
+        if len(built) == place.chunks:
+            first = None
+            for number, (model, tied) in enumerate(built):
+                convert(model, group, place, number, first, tied)
+                first = model.embedding.word_embeddings if first is None else first
+            built.clear()
         # Whether the first stage's embedding layer takes sequence slices; other stages have no such layer.
         self.vocab_scatters = scatter and not learned
 

@@ -45,11 +45,11 @@ class OutputOptions:
 class OutputPasses:
     """Passes by microbatch; state of a microbatch lives from its S to its last use."""
 
-    def __init__(self, shard: OutputShard, comm: VocabComm, options: OutputOptions):
+    def __init__(self, shard: OutputShard, comm: VocabComm, options: OutputOptions, last: int):
         self.shard = shard
         self._comm = comm
         self.options = options
-        self._last = comm.pp - 1
+        self._last = last  # the pipeline rank with the last stage
         self._forward_only = False
         self._states: dict[int, ops.OutputState] = {}
         self._stats: dict[int, ops.GlobalStats] = {}

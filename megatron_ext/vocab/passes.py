@@ -1,13 +1,13 @@
 """The passes of one training or evaluation step: Megatron's model, and the vocabulary shards around it.
 
-One object lives for one step. Each pass leaves what later passes need under its microbatch, and takes what it
-uses up; `arrived` puts received tensors there. The transformer passes are stock's `forward_step` and
-`backward_step`, the loss is stock's `forward_step_calc_loss` with the user's loss function; only the
-vocabulary passes are ours (vocab/functional.py), and they run without autograd.
+The transformer passes are those of every pipeline (pipeline/passes.py), but the model is called with what the
+user's `forward_step` called its stand-in with, and the loss is a pass of its own: stock's
+`forward_step_calc_loss` with the user's loss function. The vocabulary passes are ours (vocab/functional.py),
+and they run without autograd. `arrived` puts received tensors where later passes find them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from megatron.core.pipeline_parallel import schedules as stock
 from torch import Tensor
 
 from megatron_ext.memory import category
-from megatron_ext.schedules.action import Action
+from megatron_ext.pipeline import passes as transformer
+from megatron_ext.pipeline.passes import TransformerPasses
+from megatron_ext.schedules.action import P2P, Action
 from megatron_ext.vocab.batch import Call
 from megatron_ext.vocab.comm import VocabComm
 from megatron_ext.vocab.output import OutputPasses
@@ -24,34 +26,14 @@ from megatron_ext.vocab.volume import Sizes
 
 
 @dataclass
-class Job:
+class Job(transformer.Job):
     """What stays the same for all steps on this rank."""
 
-    model: Any
-    """As Megatron passes it on: wrapped."""
-    config: Any
     comm: VocabComm
     embedding: EmbeddingShard
     output: OutputPasses
     scatters: bool
     """Embeddings come out of stock's embedding layer split along the sequence."""
-    half_outputs: bool
-    """The model is wrapped to run in 16 bits, and would return fp32."""
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first stage."""
-        return self.comm.groups.pipe.rank() == 0
-
-    @property
-    def last(self) -> int:
-        """The last stage's rank in the pipeline."""
-        return self.comm.pp - 1
-
-    @property
-    def on_last(self) -> bool:
-        """Whether this is the last stage."""
-        return self.comm.groups.pipe.rank() == self.last
 
     def sizes(self, step: "Step") -> Sizes:
         """What the bytes of a step depend on."""
@@ -60,7 +42,7 @@ class Job:
             options.mode,
             p=self.comm.pp,
             t=self.comm.tp,
-            stage=self.comm.groups.pipe.rank(),
+            stage=self.rank,
             m=step.microbatches,
             n=step.tokens[0].numel(),
             hidden=self.config.hidden_size,
@@ -70,6 +52,7 @@ class Job:
             scatters=self.scatters,
             statistics=options.terms.num_statistics,
             forward_only=step.forward_only,
+            place=self.place,
         )
 
     @property
@@ -78,46 +61,33 @@ class Job:
         return self.output.shard
 
 
-@dataclass
-class Step:
+@dataclass(kw_only=True)
+class Step(transformer.Step):
     """One step's input, and its results as stock's schedules return them."""
 
-    calls: list[Call]
+    calls: list[list[Call]]
+    """By chunk and microbatch."""
     tokens: Tensor
     labels: Tensor
     """Both int32 `[m, b, s]`."""
-    forward_only: bool
-    first_val_step: bool | None
-    cp_size: int
-    before_last_backward: Callable[[], None]
-    losses: list[Any] = field(default_factory=list)
-    num_tokens: Tensor | None = None
-
-    @property
-    def microbatches(self) -> int:
-        """m."""
-        return len(self.calls)
 
 
-class StepPasses:
+class StepPasses(TransformerPasses):
     """Implements `schedules.runtime.Passes` for one step of real training."""
 
+    job: Job
+    step: Step
+
     def __init__(self, job: Job, step: Step):
-        self.job = job
-        self.step = step
-        self._inputs: dict[int, Tensor] = {}
-        self._outputs: dict[int, Tensor] = {}
+        super().__init__(job, step)
         self._hidden_slices: dict[int, Tensor] = {}  # last stage: what a tensor-parallel rank sends
         self._hidden: dict[int, Tensor] = {}
         self._partial_embeddings: dict[int, Tensor] = {}
         self._embeddings: dict[int, Tensor] = {}  # first stage: leaves of autograd
         self._embedding_grads: dict[int, Tensor] = {}
-        self._output_grads: dict[int, Tensor] = {}
-        self._input_grads: dict[int, Tensor] = {}
+        self._first_grads: dict[int, Tensor] = {}  # first stage: gradients of the embeddings
         self._losses_grads: dict[int, Tensor] = {}
         self._passes = {
-            "F": self._forward,
-            "B": self._backward,
             "IF": self._embed,
             "IB": self._embed_backward,
             "S": lambda i: job.output.first(i, self._hidden.pop(i), self._labels(i), step.forward_only),
@@ -135,8 +105,6 @@ class StepPasses:
             "G": self._spread_loss_gradient,
         }
         self._arrivals = {
-            "RF": self._input_arrived,
-            "RB": self._output_grads.__setitem__,
             "e": self._embeddings_arrived,
             "g": self._embedding_grads.__setitem__,
             "C0": self._hidden.__setitem__,
@@ -148,10 +116,9 @@ class StepPasses:
 
     # --- what the runtime calls ----------------------------------------------------------------------------
 
-    def compute(self, action: Action) -> None:
-        """Run a pass."""
-        with category("activations" if action.kind in ("F", "B") else "vocabulary"):
-            self._passes[action.kind](action.microbatch)
+    def compute_vocabulary(self, action: Action) -> None:
+        """Run a pass of the vocabulary."""
+        self._passes[action.kind](action.microbatch)
 
     def collective(self, action: Action) -> tuple[Callable[[], Any], Sequence[Tensor]]:
         """The operation behind a launch, and the tensors that it reads."""
@@ -166,58 +133,37 @@ class StepPasses:
 
     def arrived(self, action: Action, result: Any) -> None:
         """Keep what was received for the pass that needs it."""
-        arrive = self._arrivals.get(action.kind)
-        if arrive is not None and result is not None:
-            arrive(action.microbatch, result)
-
-    def outgoing(self, action: Action) -> Tensor:
-        """The activation or gradient to send."""
-        if action.kind == "SB":
-            return self._input_grads.pop(action.microbatch)
-        return self._outputs[action.microbatch]
-
-    def sent(self, action: Action) -> None:
-        """Let go of an activation's memory, as stock does: backward needs its graph, not its values."""
-        if action.kind == "SF":
-            self._release(action.microbatch)
+        if action.kind in P2P:
+            super().arrived(action, result)
+        elif result is not None and action.kind in self._arrivals:
+            self._arrivals[action.kind](action.microbatch, result)
 
     # --- transformer ---------------------------------------------------------------------------------------
 
-    def _forward(self, i: int) -> None:
+    def _forward(self, i: int, chunk: int) -> None:
         job, step = self.job, self.step
-        if job.first:
+        if job.is_first(chunk):
             job.embedding.feed(self._leaf(i))
-        call = step.calls[i]
-        extra = {"fp32_output": False} if job.half_outputs else {}
+        call = step.calls[chunk][i]
+        extra = {"fp32_output": False} if job.half_outputs and not job.place.vee else {}
         job.output_shard.deferring = True
-        try:
-            output, _ = stock.forward_step(
-                lambda data_iterator, model: (model(*call.args, **call.kwargs, **extra), call.loss_func),
-                None,
-                job.model,
-                step.microbatches,
-                None if job.first else self._inputs[i],
-                [],
-                job.config,
-                step.cp_size,
-                is_first_microbatch=stock.check_first_val_step(
-                    step.first_val_step, step.forward_only, i == 0
-                ),
-                current_microbatch=i,
-                is_last_stage=False,  # the loss is a pass of its own
-            )
+
+        def forward_step(iterator: Any, model: Any) -> tuple[Tensor, Any]:
+            return model(*call.args, **call.kwargs, **extra), call.loss_func
+
+        try:  # the loss is a pass of its own
+            output, _ = self._stock_forward(forward_step, None, i, chunk, with_loss=False)
         finally:
             job.output_shard.deferring = False
         call.args, call.kwargs = (), {}
-        self._outputs[i] = output
-        if step.forward_only:
-            self._inputs.pop(i, None)
-        if not job.on_last:
+        self._outputs[i, chunk] = output
+        self._forget_input(i, chunk)
+        if not job.is_last(chunk):
             return
         self._check_hidden(output)
         rows = output.detach().reshape(-1, output.shape[-1])
         self._hidden_slices[i] = rows if job.config.sequence_parallel else job.comm.own_slice(rows)
-        self._release(i)
+        self._release((i, chunk))
 
     def _check_hidden(self, output: Tensor) -> None:
         """Other stages receive what the config says: bytes of another type or shape would be misread."""
@@ -236,30 +182,17 @@ class StepPasses:
             return self._embeddings.pop(i)
         return self._embeddings[i].requires_grad_()
 
-    def _release(self, i: int) -> None:
-        if self.step.forward_only:
-            del self._outputs[i]
-        else:
-            stock.deallocate_output_tensor(self._outputs[i], self.job.config.deallocate_pipeline_outputs)
+    def _output_gradient(self, i: int, chunk: int) -> Tensor | None:
+        if not self.job.is_last(chunk):
+            return super()._output_gradient(i, chunk)
+        gradient = self.job.output.input_gradient(i)
+        shape = (-1, self.step.tokens.shape[1], gradient.shape[-1])
+        return gradient.to(self.job.config.params_dtype).view(shape)
 
-    def _backward(self, i: int) -> None:
-        job = self.job
-        if job.on_last:
-            gradient = job.output.input_gradient(i)
-            shape = (-1, self.step.tokens.shape[1], gradient.shape[-1])
-            self._output_grads[i] = gradient.to(job.config.params_dtype).view(shape)
-        if i == self.step.microbatches - 1:
-            self.step.before_last_backward()
-        gradient = stock.backward_step(
-            self._inputs.pop(i, None), self._outputs.pop(i), self._output_grads.pop(i), job.config
-        )
-        if job.first:
-            self._input_grads[i] = self._embeddings.pop(i).grad
-        else:
-            self._input_grads[i] = gradient
-
-    def _input_arrived(self, i: int, tensor: Tensor) -> None:
-        self._inputs[i] = tensor.requires_grad_(not self.step.forward_only)
+    def _backward(self, i: int, chunk: int) -> None:
+        super()._backward(i, chunk)
+        if self.job.is_first(chunk):
+            self._first_grads[i] = self._embeddings.pop(i).grad
 
     # --- input layer ---------------------------------------------------------------------------------------
 
@@ -275,7 +208,8 @@ class StepPasses:
 
     def _collect_embeddings(self, i: int) -> tuple[Callable[[], Any], Sequence[Tensor]]:
         partial, comm, whole = self._partial_embeddings.pop(i), self.job.comm, not self.job.scatters
-        return lambda: comm.collect(partial, root=0, whole=whole), [partial]
+        root = self.job.place.first.rank
+        return lambda: comm.collect(partial, root=root, whole=whole), [partial]
 
     def _embeddings_arrived(self, i: int, rows: Tensor) -> None:
         _, b, s = self.step.tokens.shape
@@ -284,13 +218,13 @@ class StepPasses:
 
     def _spread_embedding_gradient(self, i: int) -> tuple[Callable[[], Any], Sequence[Tensor]]:
         job, comm, n = self.job, self.job.comm, self.step.tokens[i].numel()
-        if job.first:
-            rows = self._input_grads.pop(i).reshape(-1, job.config.hidden_size)
+        if job.has_first:
+            rows = self._first_grads.pop(i).reshape(-1, job.config.hidden_size)
             slice_ = rows if job.scatters else comm.own_slice(rows)
             slice_ = slice_.contiguous()
         else:
             slice_ = self._buffer(n)
-        return lambda: comm.spread(slice_, n, root=0), [slice_]
+        return lambda: comm.spread(slice_, n, root=self.job.place.first.rank), [slice_]
 
     def _embed_backward(self, i: int) -> None:
         self.job.output.lookup_gradient(self.job.embedding, self._embedding_grads.pop(i), self._token_rows(i))
@@ -303,8 +237,9 @@ class StepPasses:
 
     def _spread_hidden(self, i: int) -> tuple[Callable[[], Any], Sequence[Tensor]]:
         comm, n = self.job.comm, self.step.tokens[i].numel()
-        slice_ = self._hidden_slices.pop(i) if self.job.on_last else self._buffer(n)
-        return lambda: comm.spread(slice_, n, root=comm.pp - 1), [slice_]
+        slice_ = self._hidden_slices.pop(i) if self.job.has_last else self._buffer(n)
+        root = self.job.place.last.rank
+        return lambda: comm.spread(slice_, n, root=root), [slice_]
 
     def _buffer(self, n: int) -> Tensor:
         config = self.job.config
@@ -315,7 +250,8 @@ class StepPasses:
         job, step = self.job, self.step
         _, b, s = step.tokens.shape
         leaf = job.output.losses(i).view(s, b).t().contiguous()
-        call = step.calls[i]
+        chunk = job.place.last.chunk
+        call = step.calls[chunk][i]
         loss_func, call.loss_func = call.loss_func, None  # it holds the loss mask
         with torch.set_grad_enabled(not step.forward_only):
             leaf.requires_grad_(not step.forward_only)
@@ -323,7 +259,7 @@ class StepPasses:
             if job.config.timers is not None:
                 job.config.timers("forward-compute", log_level=2).start()
             loss, num_tokens = stock.forward_step_calc_loss(
-                job.model,
+                job.models[chunk],
                 per_token,
                 loss_func,
                 job.config,
@@ -334,7 +270,7 @@ class StepPasses:
                 step.cp_size,
                 is_last_stage=True,
             )
-        step.num_tokens = num_tokens if step.num_tokens is None else step.num_tokens + num_tokens
+        step.add_tokens(num_tokens)
         if step.forward_only:
             return
         gradient = stock.backward_step(leaf, loss, None, job.config)
@@ -346,8 +282,9 @@ class StepPasses:
 
     def _spread_loss_gradient(self, i: int) -> tuple[Callable[[], Any], Sequence[Tensor]]:
         comm, tokens = self.job.comm, self.step.tokens[i]
-        if self.job.on_last:
+        if self.job.has_last:
             gradient = self._losses_grads.pop(i)
         else:
             gradient = torch.empty(tokens.numel(), dtype=torch.float32, device=tokens.device)
-        return lambda: comm.broadcast(gradient, root=comm.pp - 1), [gradient]
+        root = self.job.place.last.rank
+        return lambda: comm.broadcast(gradient, root=root), [gradient]

@@ -5,6 +5,7 @@ import os
 from argparse import Namespace
 from dataclasses import fields
 
+from megatron_ext.rules_pipeline import virtual_stages
 from megatron_ext.vocab.config import VocabConfig
 
 
@@ -162,7 +163,20 @@ def costs_can_be_read(args: Namespace) -> str | None:
     return None
 
 
+def interleaving_has_our_schedule(args: Namespace) -> str | None:
+    """Stock's interleaved schedule has no place for vocabulary passes, ours has."""
+    chunks = virtual_stages(args)
+    if getattr(args, "pipeline_schedule", "stock") != "stock" or (chunks or 1) == 1:
+        return None
+    return (
+        f"--vocab-parallel {args.vocab_parallel} with {chunks} virtual stages per pipeline rank needs a "
+        "schedule "
+        "of ours for them. Add --pipeline-schedule interleaved."
+    )
+
+
 RULES = (
+    interleaving_has_our_schedule,
     context_parallel_needs_te,
     no_deferred_embedding_gradients,
     no_meta_device,

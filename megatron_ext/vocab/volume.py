@@ -11,6 +11,9 @@ the model's type. S = ceil(n / t) rows are one tensor-parallel rank's slice.
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron_ext.pipeline.volume import transfer_counts
+from megatron_ext.schedules.placement import Placement
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -33,12 +36,19 @@ class Sizes:
     statistics: int = 3
     """Rows of statistics per token: 3, with label smoothing 4."""
     forward_only: bool = False
+    place: Placement | None = None
+    """Where the stages of the pipeline live; None: as in 1F1B."""
+
+    @property
+    def placement(self) -> Placement:
+        """Where the stages live."""
+        return self.place or Placement(self.p)
 
 
 def step_bytes(sizes: Sizes) -> dict[tuple[str, str], int]:
     """Bytes by (kind, group) that this rank sends in a step; groups of one rank and zeros are left out."""
     volume = _Volume(sizes)
-    last, training = sizes.p - 1, not sizes.forward_only
+    last, training = sizes.placement.last.rank, not sizes.forward_only
     volume.broadcast(root=0, amount=4 * sizes.m * sizes.n)  # tokens
     volume.broadcast(root=last, amount=4 * sizes.m * sizes.n)  # labels
     for _ in range(sizes.m):
@@ -84,7 +94,5 @@ class _Volume:
     def transfers(self, training: bool) -> None:
         rows = self.s.n // self.s.t if self.s.sequence_parallel else self.s.n
         amount = rows * self.s.hidden * self.s.itemsize
-        if self.s.stage < self.s.p - 1:
-            self.total["send", "pipeline-forward"] += amount
-        if training and self.s.stage > 0:
-            self.total["send", "pipeline-backward"] += amount
+        for name, count in transfer_counts(self.s.placement, self.s.stage, training).items():
+            self.total["send", name] += count * amount

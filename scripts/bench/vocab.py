@@ -224,8 +224,11 @@ def paced_once(args: argparse.Namespace, p: int, mode: str, overlap: bool) -> di
         from megatron_ext.schedules.paced import PacedRun
 
         dist.init_process_group("gloo")
-        groups = {name: dist.new_group(list(range(p))) for name in ("comm", "forward", "backward")}
-        paced = PacedRun(groups, overlap=overlap)
+        place, everyone = program.schedule.place, list(range(p))
+        comm = dist.new_group(everyone)
+        ways = [(direction, way) for direction in "FB" for way in place.ways(direction)]
+        groups = {key: dist.new_group(everyone) for key in ways}
+        paced = PacedRun(comm, groups, overlap=overlap, placement=place)
         results = [paced.run(program, costs) for _ in range(args.rounds + 1)][1:]
         rank = dist.get_rank()
         write_trace(folder, rank, program, results[-1].spans)

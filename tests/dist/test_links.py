@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_ext.ledger import ledger
 from megatron_ext.schedules.lane import Clock
 from megatron_ext.schedules.links import Boundary, Links
+from megatron_ext.schedules.placement import Placement
 from tests.ranks import ranks
 
 SHAPE = (4, 2, 8)
@@ -17,7 +18,9 @@ OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "ov
 
 def make_links(overlap):
     forward, backward = (dist.new_group(list(range(dist.get_world_size()))) for _ in range(2))
-    return Links(forward, backward, feature="vocab", overlap=overlap, on_gpu=False)
+    groups = {("F", "next"): forward, ("B", "previous"): backward}
+    place = Placement(dist.get_world_size())
+    return Links(groups, place, feature="vocab", overlap=overlap, on_gpu=False)
 
 
 def tensor(rank, kind, i):
@@ -180,3 +183,23 @@ def test_one_stage_has_no_neighbours():
     links = make_links(True)
     links.drain()
     assert ledger().drain() == []
+
+
+@ranks(3, timeout=60)
+def test_a_v_goes_both_ways_and_turns_on_the_last_rank():
+    """Chunk 0 goes along the ranks, chunk 1 back, and each way has a group of its own."""
+    place, rank = Placement(3, 2, vee=True), dist.get_rank()
+    ways = [(direction, way) for direction in "FB" for way in place.ways(direction)]
+    groups = {key: dist.new_group([0, 1, 2]) for key in ways}
+    links = Links(groups, place, feature="vocab", overlap=True, on_gpu=False)
+    for chunk in (0, 1):
+        received = None
+        if place.edge("RF", rank, chunk):
+            before = place.before(rank, chunk)
+            received = (links.receive("RF", BOUNDARY, "F0", chunk), before.rank)
+        if received:
+            check_received(received[0], received[1], "SF", chunk)
+        if place.edge("SF", rank, chunk):
+            links.send("SF", tensor(rank, "SF", chunk), "F0", chunk)
+    links.drain()
+    assert len(ways) == 4

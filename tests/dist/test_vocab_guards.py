@@ -19,6 +19,7 @@ def _schedule():
     schedule = object.__new__(VocabSchedule)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     schedule._comm = VocabComm(VocabGroups(pipe=world, tensor=alone, shards=world))
+    schedule._pipe = world
     return schedule
 
 
@@ -37,20 +38,14 @@ def test_ranks_with_different_programs_are_stopped():
 
 
 def _model(embedding: bool, output: bool):
-    def weight(trained):
-        return SimpleNamespace(requires_grad=trained)
-
-    words = SimpleNamespace(weight=weight(embedding))
-    return SimpleNamespace(
-        embedding=SimpleNamespace(word_embeddings=words), output_layer=SimpleNamespace(used_weight=weight(output))
-    )
+    return [SimpleNamespace(requires_grad=trained) for trained in (embedding, output)]
 
 
 @ranks(2)
 def test_frozen_on_all_stages_or_none():
     schedule = _schedule()
-    schedule._frozen_alike(_model(True, True))
-    schedule._frozen_alike(_model(False, True))
+    schedule._frozen_alike(*_model(True, True))
+    schedule._frozen_alike(*_model(False, True))
 
 
 @ranks(2)
@@ -59,4 +54,4 @@ def test_frozen_on_one_stage_only():
 
     schedule = _schedule()
     with pytest.raises(RuntimeError, match="frozen on some pipeline stages only"):
-        schedule._frozen_alike(_model(dist.get_rank() == 0, True))
+        schedule._frozen_alike(*_model(dist.get_rank() == 0, True))

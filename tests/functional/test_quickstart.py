@@ -27,7 +27,7 @@ def test_quickstart(tmp_path):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "AGREE: Losses agree" in done.stdout
@@ -35,14 +35,15 @@ def test_quickstart(tmp_path):
     assert page.exists()
     steps = [line.split() for line in done.stdout.splitlines() if line.startswith("  step ")]
     losses = [float(words[words.index("loss") + 1]) for words in steps]
-    assert len(losses) == 150, "30 steps in one process, in a pipeline of two, and with each feature"
+    assert len(losses) == 180, "30 steps in one process, in a pipeline of two, and with each feature"
     one = losses[:30]
     assert one[0] > 8.2, "an untrained model is as unsure as ln(4096) = 8.3"
     assert one[29] < 6.7
-    for begin in (30, 60, 90, 120):
+    for begin in (30, 60, 90, 120, 150):
         assert losses[begin] == one[0]
         assert losses[begin : begin + 30] == pytest.approx(one, rel=1e-5)
     assert "pp2-vocab" in page.read_text()
+    assert "pp2-v-half" in page.read_text()
     assert "cp2-wallfacer" in page.read_text()
     assert "dp4-paro" in page.read_text()
     assert_feature_ran()
@@ -51,6 +52,7 @@ def test_quickstart(tmp_path):
 def assert_feature_ran() -> None:
     """The records say which runs had which feature, and that these sent its bytes."""
     runs = {"pp1": [], "pp2": [], "pp2-vocab": ["vocab"]}
+    runs |= {"pp2-v-half": ["pipeline", "vocab"]}
     runs |= {"cp2-wallfacer": ["wallfacer"], "dp4-paro": ["paro"]}
     for name, features in runs.items():
         lines = (ROOT / "runs" / "quickstart" / name / "rank-0000.jsonl").read_text().splitlines()

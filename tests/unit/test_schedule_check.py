@@ -338,7 +338,10 @@ def test_errors_are_value_errors():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"vocab": "vocab-3"}, "pipeline '1f1b' with vocabulary 'vocab-3': there are 1f1b and off, naive, "),
+        (
+            {"vocab": "vocab-3"},
+            "pipeline '1f1b' with vocabulary 'vocab-3': there are 1f1b, interleaved, zb-h1, ",
+        ),
         ({"pipeline": "gpipe"}, "pipeline 'gpipe' with vocabulary 'off': there are 1f1b"),
         ({"p": 0}, "0 ranks and 2 microbatches: both must be at least 1"),
         ({"m": 0}, "2 ranks and 0 microbatches: both must be at least 1"),

@@ -1,0 +1,222 @@
+"""Pipeline schedules compared: searched with measured pass times, and paced runs against simulation.
+
+    python scripts/bench/schedules.py a100                               # every row of the A100 table
+    python scripts/bench/schedules.py paced --output out/schedules       # 8 and 16 stages, about 10 min
+    python scripts/bench/schedules.py paced -p 4 --forward-ms 10         # a small one, seconds
+
+`a100` searches a schedule for the published pass times of 8 A100 GPUs (scripts/bench/validate_simulator.py
+describes them); backward passes are split half and half. `paced` runs real schedules, runtime and
+communication with passes that sleep; it fails where more than a tenth of the time was not slept.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb")
+MAX_NOT_SLEPT = 0.10
+RANKS, MICROBATCHES = 8, 128
+LARGE = 128_000
+"""Vocabularies from here on are searched with a limit of p microbatches, smaller ones with p + 1."""
+
+
+def main() -> int:
+    """Run one of the comparisons."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    a100 = commands.add_parser("a100", help="the best schedule for the pass times of every row of the table")
+    a100.add_argument("--methods", nargs="+", default=[], help="only these (default: all)")
+    a100.add_argument("--vocab", type=int, nargs="+", default=[], help="only these (default: all)")
+    a100.add_argument("--output", type=Path, help="folder for a100.json and a100.md")
+    paced = commands.add_parser("paced", help="modelled compute, real schedule, runtime and communication")
+    paced.add_argument("-p", "--stages", type=int, nargs="+", default=[8, 16])
+    paced.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    paced.add_argument("--modes", nargs="+", default=["off", "vocab-2"])
+    paced.add_argument("--forward-ms", type=float, default=40.0, help="of all layers of a rank")
+    paced.add_argument("--rounds", type=int, default=3)
+    paced.add_argument("--output", type=Path, default=Path("out/schedules"))
+    args = parser.parse_args()
+    return run_a100(args) if args.command == "a100" else run_paced(args)
+
+
+# --- search ------------------------------------------------------------------------------------------------
+
+A100 = (
+    "method",
+    "sequence",
+    "vocabulary",
+    "limit",
+    "1F1B over compute",
+    "best over compute",
+    "memory",
+    "schedule",
+)
+
+
+def run_a100(args: argparse.Namespace) -> int:
+    """The table: time of an iteration over the largest sum of a rank's pass times, of 1F1B and of the "
+    "best."""
+    from scripts.bench.validate_simulator import DATA, read
+
+    rows = []
+    for run in read(DATA):
+        if (args.methods and run.method not in args.methods) or (args.vocab and run.vocab not in args.vocab):
+            continue
+        rows.append(searched(run))
+        print(" | ".join(str(rows[-1][name]) for name in A100), flush=True)
+    lines = ["| " + " | ".join(A100) + " |", "|" + " --- |" * len(A100)]
+    lines += ["| " + " | ".join(str(row[name]) for name in A100) + " |" for row in rows]
+    print("\n" + "\n".join(lines))
+    if args.output:
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "a100.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (args.output / "a100.md").write_text("\n".join(lines) + "\n")
+    return 0
+
+
+def searched(run) -> dict:
+    """One row of the table."""
+    from megatron_ext.schedules.build import build
+    from megatron_ext.schedules.lower import lower
+    from megatron_ext.schedules.search import search
+    from megatron_ext.schedules.simulate import simulate
+
+    vocab = run.mode
+    limit = RANKS if run.vocab >= LARGE else RANKS + 1
+    if vocab == "interlaced":
+        limit = 3 * RANKS // 2  # what it holds, in the only pipeline that it runs in
+    best = search(RANKS, MICROBATCHES, run.costs, vocab=vocab, limit=limit)[0]
+    plain = simulate(lower(build(RANKS, MICROBATCHES, vocab=vocab)), run.costs)
+    return {
+        "method": run.method,
+        "sequence": run.seq_length,
+        "vocabulary": run.vocab,
+        "limit": limit,
+        "1F1B over compute": round(plain.makespan / best.busy, 4),
+        "best over compute": round(best.makespan / best.busy, 4),
+        "memory": best.memory,
+        "schedule": str(best.recipe),
+    }
+
+
+# --- paced -------------------------------------------------------------------------------------------------
+
+PACED = ("stages", "mode", "schedule", "measured s", "simulated s", "ratio", "not slept", "chunks held")
+
+
+def run_paced(args: argparse.Namespace) -> int:
+    """Measured against simulated time of one step; the order of the schedules must be the simulated one."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for p in args.stages:
+        for mode in args.modes:
+            for schedule in args.schedules:
+                print(f"{p} stages, vocabulary {mode}, {schedule}", flush=True)
+                rows.append(paced_once(args, p, mode, schedule))
+                write(args.output, rows)
+    print((args.output / "paced.md").read_text())
+    problems = [
+        f"{name(row)}: {row['not slept']:.1%} not slept" for row in rows if row["not slept"] > MAX_NOT_SLEPT
+    ]
+    problems += disordered(rows)
+    print("\n".join(f"invalid: {problem}" for problem in problems))
+    return 1 if problems else 0
+
+
+def name(row: dict) -> str:
+    """Which run a row is."""
+    return f"{row['stages']} stages, {row['mode']}, {row['schedule']}"
+
+
+def disordered(rows: list[dict]) -> list[str]:
+    """Pairs whose simulated times differ by more than 1 % and whose measured times say otherwise."""
+    found = []
+    for a in rows:
+        for b in rows:
+            same = (a["stages"], a["mode"]) == (b["stages"], b["mode"])
+            if same and a["simulated s"] < 0.99 * b["simulated s"] and a["measured s"] >= b["measured s"]:
+                found.append(f"{name(a)} should be faster than {b['schedule']}")
+    return found
+
+
+def costs_of(args: argparse.Namespace, mode: str):
+    """A model whose output layer costs a fifth of a rank's layers where it is shared out; seconds."""
+    from megatron_ext.schedules.costs import Costs
+
+    f = args.forward_ms / 1e3
+    parts = {"off": (0.0, 0.0), "vocab-2": (0.4, 0.2), "vocab-1": (0.2, 0.4), "naive": (0.2, 0.4)}[mode]
+    return Costs(forward=f, backward=2 * f, output_s=parts[0] * f, output_t=parts[1] * f)
+
+
+def paced_once(args: argparse.Namespace, p: int, mode: str, pipeline: str) -> dict:
+    """The median of some rounds of one program, in forked ranks."""
+    from megatron_ext.schedules.build import build
+    from megatron_ext.schedules.check import checked
+    from megatron_ext.schedules.simulate import simulate
+    from tests.ranks import run_ranks
+
+    costs, m = costs_of(args, mode), 3 * p
+    program = checked(build(p, m, pipeline=pipeline, vocab=mode))
+    timeline = simulate(program, costs)
+
+    def body() -> list:
+        import torch.distributed as dist
+
+        from megatron_ext.schedules.paced import PacedRun
+
+        dist.init_process_group("gloo")
+        place, everyone = program.schedule.place, list(range(p))
+        comm = dist.new_group(everyone)
+        ways = [(direction, way) for direction in "FB" for way in place.ways(direction)]
+        groups = {key: dist.new_group(everyone) for key in ways}
+        paced = PacedRun(comm, groups, overlap=True, placement=place)
+        results = [paced.run(program, costs) for _ in range(args.rounds + 1)][1:]
+        dist.barrier()
+        held = most_held(results[-1].spans, program.schedule.releases)
+        return [(result.wall, result.not_slept) for result in results], held
+
+    ranks = run_ranks(p, body, timeout=600)
+    measured = statistics.median(max(r.value[0][i][0] for r in ranks) for i in range(args.rounds))
+    held = [r.value[1] for r in ranks]
+    assert held == [program.schedule.in_flight(rank) for rank in range(p)], held
+    return {
+        "stages": p,
+        "mode": mode,
+        "schedule": pipeline,
+        "measured s": round(measured, 3),
+        "simulated s": round(timeline.makespan, 3),
+        "ratio": round(measured / timeline.makespan, 3),
+        "not slept": round(max(value[1] for r in ranks for value in r.value[0]), 4),
+        "chunks held": f"{min(held)} to {max(held)}",
+    }
+
+
+def most_held(spans: list, releases: str) -> int:
+    """Chunk activations that a rank held at most, from what it ran."""
+    now = most = 0
+    for lane, action, _, _ in sorted(spans, key=lambda span: span[2]):
+        kind = action.split(".")[0].rstrip("0123456789")
+        if lane == "compute":
+            now += (kind == "F") - (kind == releases)
+            most = max(most, now)
+    return most
+
+
+def write(folder: Path, rows: list[dict]) -> None:
+    """paced.json and paced.md."""
+    (folder / "paced.json").write_text(json.dumps(rows, indent=1) + "\n")
+    lines = ["| " + " | ".join(PACED) + " |", "|" + " --- |" * len(PACED)]
+    lines += ["| " + " | ".join(str(row[c]) for c in PACED) + " |" for row in rows]
+    (folder / "paced.md").write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
