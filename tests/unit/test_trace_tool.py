@@ -1,5 +1,6 @@
 """`megatron-ext trace` for planned schedules: every option, and every wrong one."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -7,7 +8,7 @@ import sys
 
 import pytest
 
-from megatron_ext.schedules.build import build
+from megatron_ext.schedules.build import PIPELINES, build
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.tools.trace import main
 
@@ -48,6 +49,37 @@ def test_plain_schedule_prints_grid_and_table_and_writes_three_files(trace, tmp_
         assert str(tmp_path / "out" / name) in text.splitlines()[-1]
         assert "B2" in (tmp_path / "out" / name).read_text()
     assert not (tmp_path / "out" / "costs.json").exists()
+
+
+@pytest.mark.parametrize("pipeline", [name for name in PIPELINES if name != "1f1b"])
+def test_every_pipeline(trace, tmp_path, pipeline):
+    code, text = trace("-p", "4", "-m", "8", "--pipeline-schedule", pipeline, "--vocab-parallel", "vocab-2")
+    assert code == 0
+    schedule = build(4, 8, pipeline=pipeline, vocab="vocab-2")
+    for rank in range(4):
+        assert re.search(rf"^{rank} +[\d.]+ +[\d.]+ % +{schedule.in_flight(rank)}$", text, re.MULTILINE)
+    events = json.loads((tmp_path / "out" / "schedule.json").read_text())["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert ("W0" in {event["name"] for event in slices}) == schedule.split
+    # Slices of one thread must not overlap: in a V, the two chunks' transfers have threads of their own.
+    threads: dict[tuple, list] = {}
+    for event in slices:
+        threads.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in threads.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans))
+
+
+def test_chunks_are_only_for_interleaved(trace):
+    flag = "--num-virtual-stages-per-pipeline-rank"
+    code, text = trace("-p", "4", "-m", "8", "--pipeline-schedule", "interleaved", flag, "3")
+    assert code == 0
+    code, text = trace("-p", "4", "-m", "8", "--pipeline-schedule", "v-half", flag, "3")
+    assert code == 2
+    assert "is only for --pipeline-schedule interleaved" in text
+    code, text = trace("-p", "4", "-m", "8", "--pipeline-schedule", "zb-h1", "--vocab-parallel", "interlaced")
+    assert code == 2
+    assert "runs only with --pipeline-schedule 1f1b" in text
 
 
 @pytest.mark.parametrize("vocab", ["off", "naive", "vocab-1", "vocab-2", "interlaced"])
