@@ -8,7 +8,6 @@ pipeline rank.
 import contextlib
 import functools
 import hashlib
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +16,12 @@ import torch
 from megatron.core.pipeline_parallel import schedules as stock
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext import traffic
 from megatron_ext.groups import device_of
 from megatron_ext.hooks import bound
+from megatron_ext.pipeline import reports
 from megatron_ext.pipeline.passes import Job, Step, TransformerPasses
 from megatron_ext.pipeline.sync import GradientSync
 from megatron_ext.pipeline.volume import transfer_bytes
@@ -280,9 +279,9 @@ class PipelineSchedule:
             return step.losses if rank == target else []
         with traffic.label("loss-reports"):
             if rank == source:
-                _send((step.losses, step.num_tokens), target, self._pipe)
+                reports.send((step.losses, step.num_tokens), target, self._pipe)
                 return []
-            step.losses, step.num_tokens = _receive(source, self._pipe, device_of_model(self._job))
+            step.losses, step.num_tokens = reports.receive(source, self._pipe, device_of_model(self._job))
         return step.losses
 
     def _agree(self, program: Program) -> None:
@@ -400,30 +399,3 @@ def _shared_weights(models: list[Any]) -> set[int]:
         if weight is not None:
             found.add(id(weight))
     return found
-
-
-def _send(value: Any, target: int, group: ProcessGroup) -> None:
-    """Send a small object of CPU copies."""
-    data = pickle.dumps(_on(value, torch.device("cpu")))
-    device = device_of(group)
-    for tensor in (torch.tensor([len(data)]), torch.frombuffer(bytearray(data), dtype=torch.uint8)):
-        torch.distributed.send(tensor.to(device), group_dst=target, group=group)
-
-
-def _receive(source: int, group: ProcessGroup, device: torch.device) -> Any:
-    size = torch.zeros(1, dtype=torch.int64, device=device_of(group))
-    torch.distributed.recv(size, group_src=source, group=group)
-    data = torch.empty(int(size.item()), dtype=torch.uint8, device=size.device)
-    torch.distributed.recv(data, group_src=source, group=group)
-    return _on(pickle.loads(data.cpu().numpy().tobytes()), device)
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    """The same with all tensors on `device`."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: _on(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_on(item, device) for item in value)
-    return value
