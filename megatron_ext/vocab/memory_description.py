@@ -158,6 +158,8 @@ def not_modelled(args: Namespace) -> str | None:
     found = [what for name, what in switches.items() if getattr(args, name, None)]
     if getattr(args, "pipeline_schedule", "stock") == "stock" and _chunks(args) > 1:
         found.append("stock's interleaved pipelines")
+    if _schedule(args) not in ("stock", "1f1b") and getattr(args, "vocab_parallel", "off") == "off":
+        found.append(f"--pipeline-schedule {_schedule(args)} without --vocab-parallel")
     return f"The memory model does not cover {', '.join(dict.fromkeys(found))}." if found else None
 
 

@@ -344,20 +344,19 @@ def test_auto_chooses_within_the_limit(references, tmp_path):  # noqa: F811
         assert int(held) <= 2 * int(chunks)
 
 
-@pytest.mark.parametrize("mode", ["vocab-2", pytest.param("off", marks=full)])
-def test_memory_of_a_v_is_balanced(tmp_path, mode):
+def test_memory_of_a_v_is_balanced(tmp_path):
     """Planned and measured peaks: with vocab-2 they differ by less than 2 % over the ranks of V-Half."""
     sizes = ["--vocab-size", "32767", "--seq-length", "64", "--max-position-embeddings", "64"]
-    flags = [*LLAMA, *EIGHT, *sizes, PP, "4", *schedule_flags("v-half", mode), "--global-batch-size", "16"]
-    run = train(tmp_path, 4, *flags, "--ext-memory", steps=3)
+    flags = [*LLAMA, *EIGHT, *sizes, PP, "4", *schedule_flags("v-half", "vocab-2")]
+    run = train(tmp_path, 4, *flags, "--global-batch-size", "16", "--ext-memory", steps=3)
     planned, measured = [], []
     for rank in range(4):
         plan = run.start(rank)["planned_memory"]
         (found,) = [line["memory"] for line in run.steps(rank) if "memory" in line]
         assert found["weights"] == plan["weights"]
         assert found["gradients"] == plan["gradients"]
-        assert found["category_peaks"]["activations"] == pytest.approx(plan["activations"], rel=0.15)
+        assert found["category_peaks"]["activations"] == pytest.approx(plan["activations"], rel=0.1)
         planned.append(sum(plan.values()))
         measured.append(found["peak"])
-    spread = [max(peaks) / min(peaks) for peaks in (planned, measured)]
-    assert all(s < 1.02 for s in spread) if mode == "vocab-2" else all(s > 1.5 for s in spread), spread
+    assert max(planned) / min(planned) < 1.02, planned
+    assert max(measured) / min(measured) < 1.02, measured
