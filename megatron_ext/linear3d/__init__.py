@@ -1,0 +1,1 @@
+"""3-D linear partitioning: tensor parallelism on a grid of three axes."""
