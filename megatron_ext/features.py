@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.compositions import STOCK_OPTIONS, UNTESTED, WORKS
 from megatron_ext.config import RunConfig
+from megatron_ext.linear3d import rules as linear3d_rules
+from megatron_ext.linear3d.config import Linear3dConfig
+from megatron_ext.linear3d.groups import linear3d_groups
+from megatron_ext.linear3d.install import linear3d_adjust, linear3d_patches
 from megatron_ext.paro import rules as paro_rules
 from megatron_ext.paro.config import ParoConfig
 from megatron_ext.paro.groups import paro_groups
@@ -173,7 +177,41 @@ FEATURES: tuple[Feature, ...] = (
         name="linear3d",
         title="3-D linear partitioning",
         what="cuts every linear layer along three axes, to send less than tensor parallelism does",
-        status="planned",
+        status="ready",
+        config=Linear3dConfig,
+        enabled=lambda flags: bool(flags.linear_3d),
+        rules=linear3d_rules.RULES,
+        patches=linear3d_patches,
+        groups=linear3d_groups,
+        adjust=linear3d_adjust,
+        checks=("bytes", "layouts"),
+        conflicts={
+            "vocab": WORKS,
+            "paro": WORKS,
+            "wallfacer": UNTESTED,
+            "tp": WORKS,
+            "sp": WORKS,
+            "pp": WORKS,
+            "interleaved": "shapes between virtual stages are not exchanged yet. Remove "
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank.",
+            "dp": WORKS,
+            "distopt": WORKS,
+            "instances": UNTESTED,
+            "overlap": WORKS,
+            "cp": UNTESTED,
+            "recompute": WORKS,
+            "bf16": WORKS,
+            "fp16": WORKS,
+            "fp8": "its linears compute in the model's type. Remove --fp8-format and --fp4-format.",
+            "moe": "experts are not split along three axes yet. Remove --num-experts.",
+            "mla": "latent projections are not split along three axes yet. Remove --multi-latent-attention.",
+            "mtp": "a second prediction head is not split along three axes yet. Remove --mtp-num-layers.",
+            "hybrid": "only GPTModel's layers are split. Remove --hybrid-layer-pattern.",
+            "fsdp": "both split weights. Remove --use-megatron-fsdp; --use-distributed-optimizer works.",
+            "fsdp2": "both split weights. Remove --use-torch-fsdp2; --use-distributed-optimizer works.",
+            "graphs": "its collectives are not captured. Remove the CUDA graph options.",
+        },
+        doc="docs/linear-3d.md",
     ),
     Feature(
         name="wallfacer",

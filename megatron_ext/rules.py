@@ -14,6 +14,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megatron_ext.linear3d.rules import flags_need_the_grid
 from megatron_ext.paro.rules import flags_need_the_strategy
 from megatron_ext.pipeline.rules import flags_need_auto
 from megatron_ext.rules_cpu import CPU_RULES
@@ -32,6 +33,7 @@ def base_rules() -> tuple[Rule, ...]:
     features = (
         flags_need_the_mode,
         flags_need_the_strategy,
+        flags_need_the_grid,
         flags_need_the_comm_type,
         flags_need_auto,
     )

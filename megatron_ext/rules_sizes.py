@@ -97,8 +97,15 @@ def world_size_divisible(args: Namespace) -> str | None:
     )
 
 
+def _splits_by_itself(args: Namespace) -> bool:
+    """Whether the tensor-parallel group is a grid, whose rules say what it splits."""
+    return bool(getattr(args, "linear_3d", None))
+
+
 def heads_by_tensor_parallel(args: Namespace) -> str | None:
     """Attention heads are split evenly over the tensor-parallel ranks."""
+    if _splits_by_itself(args):
+        return None
     heads, tp = args.num_attention_heads, args.tensor_model_parallel_size
     if not heads or tp < 1 or heads % tp == 0:
         return None
@@ -114,6 +121,8 @@ def query_groups_fit(args: Namespace) -> str | None:
     if not args.group_query_attention or is_heterogeneous(args) or not args.num_attention_heads:
         return None
     groups, heads, tp = args.num_query_groups, args.num_attention_heads, args.tensor_model_parallel_size
+    if _splits_by_itself(args):
+        tp = 1
     if groups < 1 or heads % groups:
         return (
             f"--num-query-groups {groups} does not divide --num-attention-heads {heads}: every key/value "
@@ -147,6 +156,8 @@ def ffn_by_tensor_parallel(args: Namespace) -> str | None:
     """The MLP's inner size is split evenly over the tensor-parallel ranks (dense GPT layers only)."""
     tp, hidden, ffn = args.tensor_model_parallel_size, args.hidden_size, args.ffn_hidden_size
     if tp < 1 or not hidden or args.num_experts or is_hybrid(args) or is_heterogeneous(args):
+        return None
+    if _splits_by_itself(args):
         return None
     given = ffn is not None
     if not given:

@@ -7,6 +7,7 @@ the tensor is bf16 or fp16. gloo's own reduce-scatter moves twice the bytes that
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,8 @@ class GridComm:
         """`groups` by axes ("i", "jl", ...) with at least those used; `rank` in the tensor-parallel group."""
         self.grid, self.groups, self.rank, self.how = grid, groups, rank, how
         self.coords = grid.coords(rank)
+        self.tags: Any = None
+        """A `tags.Tags`, when layouts of activations are checked."""
         for axes, group in groups.items():
             size = grid.size(axes.removesuffix("-grads"))
             assert group.size() == size, f"the group over {axes} has {group.size()} ranks on a grid of {grid}"

@@ -50,7 +50,7 @@ class GridWordEmbedding(_Table):
         found = F.embedding(rows.masked_fill(foreign, 0), table).masked_fill(foreign.unsqueeze(-1), 0.0)
         for move in self.site.plan.reduces:
             found = reduce(found, comm, move, name)
-        return found
+        return found if comm.tags is None else comm.tags.mark(found, self.site.result)
 
 
 class GridPositions(_Table):

@@ -8,7 +8,7 @@ from torch import Tensor
 from megatron_ext.linear3d.chain import Chain
 from megatron_ext.linear3d.comm import GridComm
 from megatron_ext.linear3d.functional import grid_linear
-from megatron_ext.linear3d.layouts import VECTOR, Layout, Site
+from megatron_ext.linear3d.layouts import RESIDUAL, VECTOR, Layout, Site
 from megatron_ext.linear3d.norm import grid_norm
 from megatron_ext.linear3d.parameters import extra_state, new_parameter, sharded
 from megatron_ext.linear3d.sizes import Save
@@ -84,7 +84,12 @@ class GridLinear(torch.nn.Module):
         if used is None or tuple(used.shape) != expected:
             found = None if used is None else tuple(used.shape)
             raise ValueError(f"{self.site.name}: this rank's weight has the shape {expected}, got {found}")
+        tags = self.chain.comm.tags
+        if tags is not None:
+            tags.expect(x, self.site.given, self.input_size, self.site.name)
         y = grid_linear(x, used, self, self.chain, self.save)
+        if tags is not None:
+            tags.mark(y, self.site.result)
         if self.bias is None or self.skip_bias_add:
             return y, self.bias
         return y + self.bias, None
@@ -125,7 +130,7 @@ class GridNorm(torch.nn.Module):
         self, config: Any, hidden_size: int, eps: float = 1e-5, *, comm: GridComm, **stock: Any
     ):
         super().__init__()
-        self.config, self.comm, self.eps = config, comm, eps
+        self.config, self.comm, self.eps, self.hidden_size = config, comm, eps, hidden_size
         self.centred = config.layernorm_zero_centered_gamma
         start = torch.nn.init.zeros_ if self.centred else torch.nn.init.ones_
         self.weight = new_parameter(comm, VECTOR, (hidden_size,), config, start)
@@ -135,7 +140,11 @@ class GridNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` `[s/Gj, b/Gi, h/Gl]`."""
-        return grid_norm(x, self.weight, self.bias, self.comm, self.eps, self.centred)
+        tags = self.comm.tags
+        if tags is not None:
+            tags.expect(x, RESIDUAL, self.hidden_size, "norm")
+        y = grid_norm(x, self.weight, self.bias, self.comm, self.eps, self.centred)
+        return y if tags is None else tags.mark(y, RESIDUAL)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

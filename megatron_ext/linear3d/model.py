@@ -35,7 +35,6 @@ class Setup:
     overlap: Overlap
     keep_layers: int = 0
     """The last layers of a stage keep gathered weights from forward to backward."""
-    check_layouts: bool = False
 
 
 def after_init(setup: Callable[[], Setup], original: Callable) -> Callable:
@@ -85,6 +84,8 @@ def finish(model: Any, chain: Chain, setup: Setup, max_positions: int | None) ->
             model.embedding.register_forward_hook(lambda module, given, x: to_grid(x, comm))
         if model.post_process:
             model.decoder.register_forward_hook(lambda module, given, x: to_slices(x, comm))
+        if comm.tags is not None:
+            comm.tags.watch(model)
         return
     if model.pre_process:
         site = EMBEDDING_SITES[setup.vocab]
@@ -106,6 +107,8 @@ def finish(model: Any, chain: Chain, setup: Setup, max_positions: int | None) ->
     model.tie_embeddings_and_output_weights_state_dict = types.MethodType(_tied_state, model)
     if model.pre_process or model.post_process:
         model.setup_embeddings_and_output_layer()
+    if comm.tags is not None:
+        comm.tags.watch(model)
 
 
 def _link(model: Any, chain: Chain, setup: Setup) -> None:

@@ -125,7 +125,7 @@ class OnGrid:
             self.linears[name] = GridLinear(
                 inside, out, site=site, config=made, bias=bias, stride=2 if gated else 1, **make
             )
-            self.linears[name].keeps_gathered = keep
+            self.linears[name].keeps_gathered = keep and name != "head"
         self.chain.link([self.linears[name] for name in LAYER_SITES])
         self.norm = GridNorm(made, whole.h, comm=comm)
         vocab = whole.params["embedding.weight"].shape[0]

@@ -52,7 +52,7 @@ def assert_bytes(bytes_sent, net, grid, s, b, h, f, vocab, mode, save, how, glu,
     sizes = ModelSizes(s, b, h, h // 2, h // 2, 2, f, vocab, glu=glu, rms=rms, itemsize=8)
     at = net.comm.coords
     expected = layer_bytes(sizes, grid, save=save, how=how, coords=at, kept=int(keep))
-    expected += edge_bytes(sizes, grid, mode, save="gathered" if keep else save, how=how, coords=at)
+    expected += edge_bytes(sizes, grid, mode, save=save, how=how, coords=at)
     vectors = [(p.numel(), p.grid_layout) for _, p in net.named() if len(p.grid_layout.cuts) == 1]
     expected += vector_bytes(vectors, grid, at, 8)
     # One norm here, of the three that a layer and the end of a model have; statistics in the model's float64.
