@@ -23,7 +23,8 @@ def check_replicas(model_chunks: Iterable[Any], step: int) -> int:
 
     Dense parameters must agree over the data-parallel (x context-parallel) group, experts over theirs; those
     that tensor parallelism does not split (norms, biases after a row-parallel linear) over the
-    tensor-parallel group; tied embeddings between the first and the last pipeline stage.
+    tensor-parallel group, or over the group that a parameter names as its `replica_group`; tied embeddings
+    between the first and the last pipeline stage.
 
     Raises:
         ReplicaError: names the parameter, the step and the ranks that differ from the first one.
@@ -42,12 +43,17 @@ def _check_whole(model_chunks: list[Any], step: int) -> int:
     named = [item for chunk in model_chunks for item in unwrap_model(chunk).named_parameters()]
     dense = [(name, p) for name, p in named if getattr(p, "allreduce", True)]
     experts = [(name, p) for name, p in named if not getattr(p, "allreduce", True)]
-    whole = [(name, p) for name, p in dense if not getattr(p, "tensor_model_parallel", False)]
+    own_groups = [(name, p) for name, p in dense if hasattr(p, "replica_group")]
+    others = [(name, p) for name, p in dense if not hasattr(p, "replica_group")]
+    whole = [(name, p) for name, p in others if not getattr(p, "tensor_model_parallel", False)]
     tied = [(name, p) for name, p in dense if getattr(p, "shared_embedding", False)]
     checked = [
         (dense, parallel_state.get_data_parallel_group(with_context_parallel=True), "data-parallel"),
         (whole, parallel_state.get_tensor_model_parallel_group(), "tensor-parallel"),
     ]
+    for group in dict.fromkeys(p.replica_group for _, p in own_groups if p.replica_group is not None):
+        members = [(name, p) for name, p in own_groups if p.replica_group is group]
+        checked.append((members, group, group.group_desc))
     if experts:
         checked.append((experts, parallel_state.get_expert_data_parallel_group(), "expert-data-parallel"))
     if tied and parallel_state.is_rank_in_embedding_group():

@@ -1,15 +1,16 @@
 """Weights on their way: gathered one linear ahead, and their gradients summed one linear behind.
 
 A `Use` is one use of one weight in one forward pass. Its `leaf` is an autograd node that stands between the
-parameter and the linear. The node of the next linear is made before the linear of this one runs, together with
-the gather of its weight. Autograd runs nodes that are ready in the reverse order of their making, so the node
-comes up only when the backward pass of *this* linear is over: until then, the sum of the next linear's weight
-gradient over axis i runs beside it. The gradient reaches the parameter through autograd as any other does, so
-hooks of data-parallel wrappers fire when it is complete.
+parameter and the linear. The node of the next linear is made before the linear of this one runs, together
+with the gather of its weight. Autograd runs nodes that are ready in the reverse order of their making, so the
+node comes up only when the backward pass of *this* linear is over: until then, the sum of the next linear's
+weight gradient over axis i runs beside it. The gradient reaches the parameter through autograd as any other
+does, so hooks of data-parallel wrappers fire when it is complete.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,8 @@ class Overlap:
     defer: bool = True
     """Weight gradients are summed while the linear before runs its backward pass."""
     after_hooks: bool = False
-    """Parameters are updated while the next step starts (--overlap-param-gather), so that a weight may only be
-    gathered ahead once its own module has been called in this step."""
+    """Parameters are updated while the next step starts (--overlap-param-gather), so that a weight may only
+    be gathered ahead once its own module has been called in this step."""
 
 
 class Linear(Protocol):
@@ -92,7 +93,7 @@ class Chain:
     def link(self, linears: Iterable[Linear]) -> None:
         """Say in which order they run."""
         linears = list(linears)
-        for one, two in zip(linears, linears[1:], strict=False):
+        for one, two in pairwise(linears):
             self._next[id(one)] = two
             self._previous[id(two)] = one
         for linear in reversed(linears):

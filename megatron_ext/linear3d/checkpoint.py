@@ -45,9 +45,9 @@ def refuse_foreign_buffers(original: Callable) -> Callable:
         if state and not release and _has_foreign_buffers(state, args):
             raise ValueError(
                 f"The checkpoint in {load_dir} was saved by a run of {grid_name(state['args'])} with the "
-                "distributed optimizer's state as flat buffers, which fit only the layout that saved them, and "
-                f"this run is one of {grid_name(args)}. Save it with --dist-ckpt-optim-fully-reshardable, or load "
-                "the weights alone with --no-load-optim."
+                "distributed optimizer's state as flat buffers, which fit only the layout that saved them, "
+                f"and this run is one of {grid_name(args)}. Save it with "
+                "--dist-ckpt-optim-fully-reshardable, or load the weights alone with --no-load-optim."
             )
         return loaded
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from megatron_ext import traffic
-from megatron_ext.linear3d.grid import Axis, Grid3D
+from megatron_ext.linear3d.grid import Grid3D
 from megatron_ext.linear3d.layouts import Move
 from megatron_ext.linear3d.sizes import Sum
 from megatron_ext.paro.collectives_two_phase import ordered_sum
@@ -103,7 +103,9 @@ class GridComm:
         work = traffic.all_to_all_single(received.view(-1), rows.view(-1), **call, async_op=overlap)
         return Pending(work, lambda: _summed(rows, received, x.dtype).view(shape))
 
-    def all_reduce(self, x: Tensor, axes: str, site: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    def all_reduce(
+        self, x: Tensor, axes: str, site: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Tensor:
         """`x` reduced in place over one or several axes."""
         if self.grid.size(axes) > 1:
             traffic.all_reduce(x, op, group=self.groups[axes], feature=f"{FEATURE}:{site}")

@@ -11,9 +11,9 @@ class Linear3dConfig:
     linear_3d: list[str] | None = field(
         default=None, metadata={"argparse_meta": {"type": str, "nargs": "+", "metavar": "X Y Z | auto"}}
     )
-    """Lengths of the axes i, j, l, whose product is the tensor-parallel size: i cuts the batch and the storage
-    of weights, j the sequence and out-features, l features. 1 T 1 is tensor and sequence parallelism as stock
-    has it. auto takes the grid that `megatron-ext plan linear3d` ranks first."""
+    """Lengths of the axes i, j, l, whose product is the tensor-parallel size: i cuts the batch and the
+    storage of weights, j the sequence and out-features, l features. 1 T 1 is tensor and sequence parallelism
+    as stock has it. auto takes the grid that `megatron-ext plan linear3d` ranks first."""
 
     linear_3d_order: Literal["ijl", "ilj", "jil", "jli", "lij", "lji"] = "ijl"
     """Which axis has neighbouring ranks: the last one named, then the one before it."""

@@ -27,14 +27,13 @@ class _Table(torch.nn.Module):
     ) -> dict[str, Any]:
         """A part of stock's table."""
         key, rank = f"{prefix}weight", metadata["dp_cp_group"].rank()
-        part = sharded(
-            self.weight, key, self.comm, self.layout, sharded_offsets, rank, vocab=self.vocab
-        )
+        part = sharded(self.weight, key, self.comm, self.layout, sharded_offsets, rank, vocab=self.vocab)
         return {key: part}
 
 
 class GridWordEmbedding(_Table):
-    """Rows of the vocabulary on the grid; every rank looks up those of its part and the sums are scattered."""
+    """Rows of the vocabulary on the grid; every rank looks up those of its part and the sums are
+    scattered."""
 
     def __init__(self, comm: GridComm, site: Site, vocab: int, config: Any):
         super().__init__(comm, site.weight, (vocab, config.hidden_size), config, vocab=True)
@@ -79,9 +78,7 @@ class GridEmbedding(MegatronModule):
         self.scatter_to_sequence_parallel = True  # the model must not scatter once more
         self.reduce_scatter_embeddings = True
 
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, tokentype_ids: Tensor | None = None) -> Tensor:
         """Ids `[b, s]` to `[s/Gj, b/Gi, h/Gl]`, after dropout."""
         assert tokentype_ids is None, "a GPT has no token types"
         x = self.word_embeddings(input_ids)

@@ -67,7 +67,9 @@ class _GridLinear(torch.autograd.Function):
         if not ctx.keep_weight:
             weight = _usable(call, chain.backward_weight(linear, weight))
         chain.before_backward(linear)
-        whole = _Gathers(comm, x, site.plan.gathers if call.save == "shard_all" else (), site.name, overlap.grads)
+        whole = _Gathers(
+            comm, x, site.plan.gathers if call.save == "shard_all" else (), site.name, overlap.grads
+        )
         for move in reversed(site.plan.reduces):
             dy = comm.gather(dy, move, site.name).wait()
         dx: Pending | None = None

@@ -1,8 +1,8 @@
 """The grid: a tensor-parallel group of P = Gi x Gj x Gl ranks on three axes. Pure; no torch.
 
-With y = x W^T, x `[M, K]` and W `[N, K]`: rows M (tokens) live on axis i, out-features N on axis j, in-features
-K on axis l, and each of the three matrices is cut once more along the axis that it lacks, so that every rank
-stores 1/P of each. Source: Bian et al., arXiv 2105.14450 (the cube); axes of any length are ours.
+With y = x W^T, x `[M, K]` and W `[N, K]`: rows M (tokens) live on axis i, out-features N on axis j,
+in-features K on axis l, and each of the three matrices is cut once more along the axis that it lacks, so that
+every rank stores 1/P of each. Source: Bian et al., arXiv 2105.14450 (the cube); axes of any length are ours.
 """
 
 from collections.abc import Iterator, Mapping

@@ -36,4 +36,6 @@ def linear3d_groups(args: Namespace) -> "Mapping[str, Group]":
         order=TP_PP_DP_ORDER if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
     )
     lists = rank_lists(ranks.groups("tp"), grid_of(args))
-    return {f"linear3d-{name}": Group(ranks, communicator=f"linear3d-{name}") for name, ranks in lists.items()}
+    return {
+        f"linear3d-{name}": Group(ranks, communicator=f"linear3d-{name}") for name, ranks in lists.items()
+    }

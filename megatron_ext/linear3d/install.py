@@ -21,7 +21,8 @@ NAME = "linear3d"
 
 
 def linear3d_adjust(args: Namespace, flags: Namespace) -> None:
-    """Megatron's sequence parallelism means "activations differ on tensor-parallel ranks": dropout needs it."""
+    """Megatron's sequence parallelism means "activations differ on tensor-parallel ranks": dropout needs
+    it."""
     if is_auto(args):
         from megatron_ext.linear3d.auto import choose
 
@@ -136,7 +137,8 @@ def sum_of(flags: Namespace, args: Namespace) -> str:
 
 
 def _heads_on_a_plane(grid: Callable[[], Grid3D], original: Callable) -> Callable:
-    """Stock's validation of a config divides heads by the tensor-parallel size; the grid divides them less."""
+    """Stock's validation of a config divides heads by the tensor-parallel size; the grid divides them
+    less."""
 
     @functools.wraps(original)
     def __post_init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +147,11 @@ def _heads_on_a_plane(grid: Callable[[], Grid3D], original: Callable) -> Callabl
             return original(self, *args, **kwargs)
         kept = {
             name: getattr(self, name)
-            for name in ("tensor_model_parallel_size", "sequence_parallel", "tensor_parallel_num_weight_shards")
+            for name in (
+                "tensor_model_parallel_size",
+                "sequence_parallel",
+                "tensor_parallel_num_weight_shards",
+            )
         }
         if self.expert_tensor_parallel_size is None:
             self.expert_tensor_parallel_size = tp

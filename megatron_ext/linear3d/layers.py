@@ -126,9 +126,7 @@ class GridLinear(torch.nn.Module):
 class GridNorm(torch.nn.Module):
     """LayerNorm or RMSNorm of the residual stream."""
 
-    def __init__(
-        self, config: Any, hidden_size: int, eps: float = 1e-5, *, comm: GridComm, **stock: Any
-    ):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, *, comm: GridComm, **stock: Any):
         super().__init__()
         self.config, self.comm, self.eps, self.hidden_size = config, comm, eps, hidden_size
         self.centred = config.layernorm_zero_centered_gamma

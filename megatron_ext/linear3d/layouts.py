@@ -35,7 +35,9 @@ class Layout:
         for dim, (size, cut) in enumerate(zip(shape, self.cuts, strict=True)):
             parts = grid.size(cut)
             if size % parts:
-                raise ValueError(f"{self.name}: dimension {dim} of {tuple(shape)} is not a multiple of {parts}")
+                raise ValueError(
+                    f"{self.name}: dimension {dim} of {tuple(shape)} is not a multiple of {parts}"
+                )
             local.append(size // parts)
         return tuple(local)
 

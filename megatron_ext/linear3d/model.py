@@ -166,7 +166,14 @@ def _tied_state(
     site = HEAD_SITES[model.grid_setup.vocab]
     rank = metadata["dp_cp_group"].rank()
     state[output_key] = sharded(
-        model.output_layer.weight, embedding_key, model.grid_setup.comm, site.weight, (), rank, vocab=True, copy=1
+        model.output_layer.weight,
+        embedding_key,
+        model.grid_setup.comm,
+        site.weight,
+        (),
+        rank,
+        vocab=True,
+        copy=1,
     )
 
 

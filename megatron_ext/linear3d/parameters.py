@@ -27,8 +27,8 @@ def new_parameter(
     """This rank's part of a parameter of the whole `shape`.
 
     With --use-cpu-initialization every rank draws the whole tensor and keeps its part, so that initial values
-    do not depend on the grid; otherwise it draws its part alone, as stock does. Vectors are always drawn whole
-    or constant, so that copies are equal. `init` None: the values do not matter yet.
+    do not depend on the grid; otherwise it draws its part alone, as stock does. Vectors are always drawn
+    whole or constant, so that copies are equal. `init` None: the values do not matter yet.
     """
     local = layout.local_shape(comm.grid, shape)
     device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -128,7 +128,9 @@ def sharded(
         return place(param, cuts, replica)
 
     @torch.no_grad()
-    def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+    def build(
+        key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None
+    ) -> list[ShardedTensor]:
         assert flattened_range is None, "gradients and states of gated weights are stored by parameter"
         (_, index, count), *rest = cuts
         halves = zip(tensor.chunk(2, dim=0), (index, index + count), strict=True)

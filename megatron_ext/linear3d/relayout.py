@@ -1,4 +1,5 @@
-"""Between slices along the sequence `[s/P, b, h]` and the residual layout `[s/Gj, b/Gi, h/Gl]`: one all-to-all.
+"""Between slices along the sequence `[s/P, b, h]` and the residual layout `[s/Gj, b/Gi, h/Gl]`: one
+all-to-all.
 
 Slices along the sequence are what stock's sequence parallelism has, and so what layers give and take that are
 not on the grid: the vocabulary layers of --vocab-parallel. A rank's slice goes to the Gi x Gl ranks that have

@@ -55,9 +55,9 @@ def grid_is_the_tensor_parallel_group(args: Namespace) -> str | None:
     near = sorted(factorizations(tp), key=lambda g: sum(abs(a - b) for a, b in zip(g.sizes, grid.sizes)))  # noqa: B905
     choices = ", ".join(" ".join(map(str, g.sizes)) for g in near[:3])
     return (
-        f"{given(args)} is a grid of {grid.ranks} ranks, but --tensor-model-parallel-size is {tp}: the grid is "
-        f"the tensor-parallel group. Set --tensor-model-parallel-size {grid.ranks}, or a grid of {tp} ranks, such "
-        f"as {choices}."
+        f"{given(args)} is a grid of {grid.ranks} ranks, but --tensor-model-parallel-size is {tp}: the grid "
+        f"is the tensor-parallel group. Set --tensor-model-parallel-size {grid.ranks}, or a grid of {tp} "
+        f"ranks, such as {choices}."
     )
 
 
@@ -88,9 +88,9 @@ def local_layers(args: Namespace) -> str | None:
     if args.transformer_impl == "local":
         return None
     return (
-        f"{given(args)} with --transformer-impl {args.transformer_impl}: Transformer Engine's linears and norms "
-        "know one tensor-parallel axis. Use --transformer-impl local; on a GPU core attention is a fused kernel "
-        "there, too."
+        f"{given(args)} with --transformer-impl {args.transformer_impl}: Transformer Engine's linears and "
+        "norms know one tensor-parallel axis. Use --transformer-impl local; on a GPU core attention is a "
+        "fused kernel there, too."
     )
 
 
@@ -100,9 +100,9 @@ def no_fused_gradients(args: Namespace) -> str | None:
     if grid is None or grid.gi == 1 or not _set(args, "gradient_accumulation_fusion"):
         return None
     return (
-        f"{given(args)} with --gradient-accumulation-fusion: its kernel adds weight gradients to their buffer "
-        f"before they are summed over axis i of {grid.gi} ranks. Add --no-gradient-accumulation-fusion, or choose "
-        f"a grid that begins with 1."
+        f"{given(args)} with --gradient-accumulation-fusion: its kernel adds weight gradients to their "
+        f"buffer before they are summed over axis i of {grid.gi} ranks. Add "
+        "--no-gradient-accumulation-fusion, or choose a grid that begins with 1."
     )
 
 
@@ -149,8 +149,8 @@ def plain_optimizers(args: Namespace) -> str | None:
     if args.optimizer in ("adam", "sgd"):
         return None
     return (
-        f"--optimizer {args.optimizer} looks at whole matrices or at their columns, and {given(args)} cuts them "
-        "along both dimensions. Use --optimizer adam or sgd."
+        f"--optimizer {args.optimizer} looks at whole matrices or at their columns, and {given(args)} cuts "
+        "them along both dimensions. Use --optimizer adam or sgd."
     )
 
 
@@ -159,8 +159,8 @@ def distributed_checkpoints(args: Namespace) -> str | None:
     if getattr(args, "ckpt_format", "torch_dist") == "torch_dist":
         return None
     return (
-        f"--ckpt-format {args.ckpt_format} stores tensor-parallel parts as such, which another grid could not "
-        f"read. Use --ckpt-format torch_dist with {given(args)}."
+        f"--ckpt-format {args.ckpt_format} stores tensor-parallel parts as such, which another grid could "
+        f"not read. Use --ckpt-format torch_dist with {given(args)}."
     )
 
 
@@ -170,8 +170,8 @@ def known_recomputation(args: Namespace) -> str | None:
     if args.recompute_granularity != "selective" or modules <= {"core_attn"}:
         return None
     return (
-        f"{given(args)} with --recompute-modules {' '.join(sorted(modules))}: only core_attn can be recomputed "
-        "alone. Use --recompute-modules core_attn, or --recompute-granularity full."
+        f"{given(args)} with --recompute-modules {' '.join(sorted(modules))}: only core_attn can be "
+        "recomputed alone. Use --recompute-modules core_attn, or --recompute-granularity full."
     )
 
 
@@ -181,8 +181,8 @@ def no_weight_shards(args: Namespace) -> str | None:
     if not shards or shards <= tp:
         return None
     return (
-        f"--tensor-parallel-num-weight-shards {shards} cuts weights further, which axis i of {given(args)} does. "
-        "Remove it, and make the first axis of the grid longer."
+        f"--tensor-parallel-num-weight-shards {shards} cuts weights further, which axis i of {given(args)} "
+        "does. Remove it, and make the first axis of the grid longer."
     )
 
 

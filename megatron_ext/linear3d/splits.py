@@ -21,10 +21,10 @@ class Unsplit:
         """The problem for a user."""
         gi, gj, gl = grid.sizes
         return (
-            f"--linear-3d {gi} {gj} {gl} (axes i {gi}, j {gj}, l {gl}) cannot split {self.option} {self.value}: "
-            f"{self.why}, so it must be a multiple of {self.step}. Set {self.option} to "
-            f"{multiples_near(self.value, self.step)}, or choose another grid "
-            "(megatron-ext plan linear3d lists those that fit)."
+            f"--linear-3d {gi} {gj} {gl} (axes i {gi}, j {gj}, l {gl}) cannot split {self.option} "
+            f"{self.value}: {self.why}, so it must be a multiple of {self.step}. Set {self.option} to "
+            f"{multiples_near(self.value, self.step)}, or choose another grid (megatron-ext plan linear3d "
+            "lists those that fit)."
         )
 
 
@@ -32,7 +32,9 @@ def unsplit(sizes: ModelSizes, grid: Grid3D, vocab: VocabMode = "plane") -> list
     """All sizes that the grid cannot split; sizes of 0 are not known yet and pass."""
     gi, gj, gl = grid.sizes
     seq = grid.ranks if vocab == "stages" else lcm(gj, gl)
-    over = "all ranks, for the vocabulary layers of --vocab-parallel," if vocab == "stages" else "j and over l"
+    over = (
+        "all ranks, for the vocabulary layers of --vocab-parallel," if vocab == "stages" else "j and over l"
+    )
     found = [
         Unsplit("--micro-batch-size", sizes.batch, gi, "sequences are cut over i"),
         Unsplit("--seq-length", sizes.seq, seq, f"the sequence is cut over {over}"),

@@ -1,7 +1,8 @@
-"""`--ext-check layouts`: activations carry the name of their layout, and every operation on the grid asks for it.
+"""`--ext-check layouts`: activations carry the name of their layout, and every operation on the grid asks for
+it.
 
-While a model runs, torch's own operations hand the tag on to results of the same shape, and refuse operands of
-two layouts: the shapes of two layouts can be equal, and then nothing else would notice. What views and
+While a model runs, torch's own operations hand the tag on to results of the same shape, and refuse operands
+of two layouts: the shapes of two layouts can be equal, and then nothing else would notice. What views and
 attention make of a tensor has no tag; there the width of its features is checked alone.
 """
 
@@ -68,9 +69,7 @@ class Tags:
 
 
 _MIXED: frozenset[Callable] = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor)
-    for name in ("add", "sub", "mul", "div")
+    getattr(owner, name) for owner in (torch, Tensor) for name in ("add", "sub", "mul", "div")
 ) | {Tensor.__add__, Tensor.__sub__, Tensor.__mul__, Tensor.add_, Tensor.mul_, Tensor.__iadd__}
 
 

@@ -5,6 +5,7 @@ import sys
 
 SUBJECTS = {
     "layers": "the best split of layers over pipeline stages that stock can do",
+    "linear3d": "grids of --linear-3d for a tensor-parallel group, compared",
     "paro": "sharding strategies for parameters, gradients and optimizer states, compared",
     "wallfacer": "team sizes, bundles and placements of context-parallel attention, compared",
 }

@@ -5,18 +5,33 @@ gradient of step 1 within 5e-6 of the largest; fp32, dropout 0. The run record p
 bytes per (site, kind, axis) are those of the formulas and above zero, local weights have the sharded shapes.
 """
 
+import dataclasses
 import functools
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.features import FEATURES
 from megatron_ext.linear3d.grid import Grid3D
 from megatron_ext.linear3d.layouts import POSITIONS, VECTOR
 from megatron_ext.linear3d.sizes import ModelSizes, local_weight, sites_of
 from megatron_ext.linear3d.volume import edge_bytes, layer_bytes, vector_bytes
-from tests.functional.runs import LLAMA, Run, assert_close, seed_checkpoint, train
+from tests.functional.runs import (
+    LLAMA,
+    MODEL,
+    SCRIPT,
+    Run,
+    assert_close,
+    data,
+    merged,
+    read_record,
+    seed_checkpoint,
+    train,
+)
 from tests.functional.test_stock_parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP, assert_gradients
+from tests.ranks import run_ranks
 
 full = pytest.mark.full
 GPT: list[str] = []
@@ -78,7 +93,268 @@ def like_stock(folder, arch, world, p, grid, flags=(), training=()) -> Run:
     return run
 
 
-@pytest.mark.parametrize("name", CASES)
+COVERING = {"2x2x2", "2x2x1-pp2", "1x2x2-dp2", "2x2x1"}
+
+
+def sizes_of(arch: list[str], tp: int) -> ModelSizes:
+    """The model as the formulas take it."""
+    llama = "--swiglu" in arch
+    heads = int(arch[arch.index("--num-attention-heads") + 1]) if "--num-attention-heads" in arch else 4
+    groups = [int(arch[n + 1]) for n, word in enumerate(arch) if word == "--num-query-groups"]
+    return ModelSizes(
+        seq=32,
+        batch=4,
+        hidden=64,
+        heads=heads,
+        kv_groups=groups[-1] if groups else heads,
+        head_dim=64 // heads,
+        ffn=128 if llama else 256,
+        vocab=-(-256 // (128 * tp)) * 128 * tp,
+        glu=llama,
+        bias=not llama,
+        rms=llama,
+        learned=not llama,
+        max_positions=32,
+        tied=not llama,
+    )
+
+
+def assert_ran(
+    run: Run,
+    arch: list[str],
+    grid: Grid3D,
+    *,
+    p: int = 1,
+    save: str = "shard_weight",
+    mode: str = "plane",
+    recomputed: bool = False,
+    keep: int = 0,
+    microbatches: int = 2,
+) -> None:
+    """Bytes of every rank and step by (site, kind, axis) are the formulas'."""
+    sizes, per_stage = sizes_of(arch, grid.ranks), 4 // p
+    for rank in range(len(run.lines)):
+        start = run.start(rank)
+        assert "linear3d" in start["features"]
+        at, stage = grid.coords(start["coords"]["tp"]), start["coords"]["pp"]
+        ways = {"save": save, "how": "ordered", "coords": at}
+        expected: Counter = Counter()
+        for layer in range(per_stage):
+            expected += layer_bytes(
+                sizes,
+                grid,
+                **ways,
+                forward=microbatches * (1 + recomputed),
+                backward=microbatches,
+                kept=microbatches if layer >= per_stage - keep else 0,
+            )
+        ends = {"first": stage == 0, "last": stage == p - 1}
+        expected += edge_bytes(sizes, grid, mode, **ways, **ends, forward=microbatches, backward=microbatches)
+        expected += vector_bytes(vectors(sizes, grid, per_stage, **ends), grid, at, 4)
+        assert expected
+        for line in run.steps(rank):
+            assert sent(line) == expected, (rank, line["step"])
+
+
+def vectors(sizes: ModelSizes, grid: Grid3D, layers: int, *, first: bool, last: bool) -> list:
+    """(local elements, layout) of all vectors of a stage."""
+    norm = [(sizes.hidden // grid.gl, VECTOR)] * (1 if sizes.rms else 2)
+    layer = 2 * norm
+    if sizes.bias:
+        for name, site in sites_of("stages").items():
+            layer.append((site.bias.local_shape(grid, (sizes.weight(name)[0],))[0], site.bias))
+    positions = [(32 * sizes.hidden // grid.gl, POSITIONS)] if first and sizes.learned else []
+    return layer * layers + positions + (norm if last else [])
+
+
+def sent(line: dict) -> Counter:
+    """Bytes of a step by (site, kind, axes)."""
+    found: Counter = Counter()
+    for entry in line["traffic"]:
+        feature, _, site = entry["feature"].partition(":")
+        if feature == "linear3d" and entry["bytes"]:
+            axes = entry["group"].removeprefix("linear3d-").removesuffix("-grads")
+            found[site, entry["kind"], axes] += entry["bytes"]
+    return found
+
+
+def assert_shapes(run: Run, arch: list[str], grid: Grid3D, p: int = 1, tied: bool = True) -> None:
+    """Every rank says how many parameters it holds: its P-th part of the matrices, and its vectors."""
+    sizes = sizes_of(arch, grid.ranks)
+    matrices = sum(
+        out * inside for out, inside in (local_weight(sizes, s, grid) for s in sites_of("stages").values())
+    )
+    assert matrices * grid.ranks == sizes.layer_parameters
+    table = sizes.vocab * sizes.hidden // grid.ranks
+    for rank in range(len(run.lines)):
+        stage = run.start(rank)["coords"]["pp"]
+        ends = {"first": stage == 0, "last": stage == p - 1}
+        expected = 4 // p * matrices + sum(n for n, _ in vectors(sizes, grid, 4 // p, **ends))
+        expected += table * (stage == 0) + table * (stage == p - 1 and (p > 1 or not sizes.tied))
+        text = "".join(r.output for r in run.ranks)
+        place = f"({run.start(rank)['coords']['tp']}, 0, {stage}): {expected}"
+        assert f"number of parameters on (tensor, gtp_remat, pipeline) model parallel rank {place}" in text
+
+
+@pytest.mark.parametrize("name", [n if n in COVERING else pytest.param(n, marks=full) for n in CASES])
 def test_trains_like_stock(tmp_path, name):
-    arch, world, p, grid, flags = CASES[name]
-    like_stock(tmp_path, arch, world, p, grid, flags)
+    arch, world, p, sizes, flags = CASES[name]
+    grid = Grid3D(*sizes)
+    run = like_stock(tmp_path, arch, world, p, sizes, flags)
+    copies = world // grid.ranks // p
+    assert_ran(run, arch, grid, p=p, recomputed="full" in flags, microbatches=2 // copies)
+    assert_shapes(run, arch, grid, p)
+
+
+VARIANTS = {
+    "grid-gathered": (
+        ["--linear-3d-vocab", "grid", "--linear-3d-save", "gathered"],
+        {"mode": "grid", "save": "gathered"},
+    ),
+    "shard-all": (["--linear-3d-save", "shard_all"], {"save": "shard_all"}),
+    "keep": (["--linear-3d-keep-layers", "2"], {"keep": 2}),
+    "order": (["--linear-3d-order", "lji"], {}),
+}
+
+
+@pytest.mark.parametrize(
+    "variant", [*["grid-gathered"], *(pytest.param(v, marks=full) for v in VARIANTS if v != "grid-gathered")]
+)
+def test_variants_train_like_stock(tmp_path, variant):
+    flags, ways = VARIANTS[variant]
+    order = "lji" if variant == "order" else "ijl"
+    run = like_stock(tmp_path, GPT, 4, 1, (2, 1, 2), flags)
+    assert_ran(run, GPT, Grid3D(2, 1, 2, order), **ways)
+
+
+def test_overlap_changes_no_bit(tmp_path):
+    """Through real runs with recomputation and data parallelism: every level on its own, and all, against
+    none."""
+    runs = {}
+    for level in ("none", "grads", "prefetch", "defer", "all"):
+        flags = [
+            "--linear-3d-overlap",
+            level,
+            *DISTOPT,
+            *OVERLAP,
+            *(FULL_RECOMPUTE if level != "grads" else []),
+        ]
+        folder = tmp_path / level
+        runs[level] = train(
+            folder,
+            4,
+            *GPT,
+            *BATCH,
+            *seed(()),
+            *grid_flags((2, 1, 1)),
+            *flags,
+            "--ext-check",
+            "bytes",
+            steps=3,
+        )
+    expected = (runs["none"].losses(), runs["none"].grad_norms())
+    for level, run in runs.items():
+        assert (run.losses(), run.grad_norms()) == expected, level
+
+
+@pytest.mark.parametrize("order", ["ijl"])
+def test_vocabulary_parallelism(tmp_path, order):
+    """The vocabulary layers go to the stages, the layers in between lie on the grid."""
+    run = like_stock(tmp_path, GPT, 8, 2, (2, 1, 2), ["--vocab-parallel", "vocab-2"])
+    assert run.start()["features"] == ["vocab", "linear3d"]
+    assert_ran(run, GPT, Grid3D(2, 1, 2), p=2, mode="stages")
+
+
+@pytest.mark.parametrize("strategy", ["NNG", pytest.param("NIG", marks=full)])
+def test_paro(tmp_path, strategy):
+    size = ["--paro-group-size", "2"] if strategy == "NIG" else ["--paro-group-size", "1"]
+    world = 8 if strategy == "NIG" else 4
+    run = like_stock(
+        tmp_path,
+        GPT,
+        world,
+        1,
+        (2, 1, 1),
+        ["--paro-strategy", strategy, *size, *OVERLAP, *DISTOPT],
+        ["--global-batch-size", "16"],
+    )
+    assert run.start()["features"] == ["linear3d", "paro"]
+
+
+def test_bf16(tmp_path):
+    """16 bits agree with stock as far as rounding lets them."""
+    reference = stock((), ("--bf16",))
+    run = train(
+        tmp_path, 4, *BATCH, *seed(()), *grid_flags((2, 1, 2)), "--bf16", "--ext-check", "bytes,layouts",
+        "--ext-dump-grads", str(tmp_path),
+    )  # fmt: skip
+    assert_close(reference.losses(), run.losses(), 2e-3)
+    assert_gradients(reference, run, 2e-2)
+
+
+def test_a_run_that_ignores_the_flag_is_caught(tmp_path):
+    """The doctored feature trains as stock does, so its losses are right; the record gives it away."""
+    ignoring = tuple(
+        dataclasses.replace(f, patches=lambda context: [], adjust=lambda args, flags: None)
+        if f.name == "linear3d"
+        else f
+        for f in FEATURES
+    )
+    args = merged(MODEL, data(), ["--train-iters", "3"], BATCH, seed(()), grid_flags((2, 1, 2)))
+
+    def body() -> None:
+        from megatron_ext.launch import main
+
+        record = ["--ext-report", str(tmp_path / "record")]
+        sys.exit(main(["--cpu", str(SCRIPT), *args, *record], table=ignoring))
+
+    run = Run(tmp_path, run_ranks(4, body), read_record(tmp_path / "record", 4))
+    losses = stock(()).losses()
+    assert_close({step: losses[step] for step in (1, 2, 3)}, run.losses(), 1e-5)
+    with pytest.raises(AssertionError):
+        assert_ran(run, GPT, Grid3D(2, 1, 2))
+    with pytest.raises(AssertionError):
+        assert_shapes(run, GPT, Grid3D(2, 1, 2))
+
+
+def test_auto(tmp_path):
+    run = train(
+        tmp_path, 4, *BATCH, *seed(()), TP, "4", "--linear-3d", "auto", "--ext-check", "bytes", steps=2
+    )
+    losses = stock(()).losses()
+    assert_close({step: losses[step] for step in (1, 2)}, run.losses(), 1e-5)
+    assert "--linear-3d auto: " in run.output
+
+
+@pytest.mark.parametrize("sharding", ["plain", pytest.param("distopt", marks=full)])
+def test_checkpoints_interchange(tmp_path, sharding):
+    """Stock, a grid, and another grid go on from each other's checkpoints, optimizer states included."""
+    distopt = [*DISTOPT, "--dist-ckpt-optim-fully-reshardable"] if sharding == "distopt" else []
+    first = [*LLAMA, "--num-query-groups", "4", *BATCH, *distopt]
+    store = tmp_path / "store"
+    whole = train(tmp_path / "whole", 1, *first, *seed((*LLAMA, "--num-query-groups", "4")), steps=6)
+    runs = [
+        (1, []),
+        (8, grid_flags((2, 2, 2))),
+        (4, [TP, "2", PP, "2"]),
+        (4, grid_flags((1, 2, 1), 2)),
+        (1, []),
+    ]
+    losses = {}
+    for number, (world, flags) in enumerate(runs[:5], start=1):
+        source = seed((*LLAMA, "--num-query-groups", "4")) if number == 1 else ["--load", str(store)]
+        save = ["--save", str(store), "--save-interval", "1"]
+        run = train(tmp_path / str(number), world, *first, *flags, *source, *save, steps=number)
+        losses[number] = run.losses()[number]
+    assert_close({n: whole.losses()[n] for n in losses}, losses, 1e-5)
+
+
+def test_flat_buffers_of_another_layout_are_refused(tmp_path):
+    """The distributed optimizer's other format stores buffers, which a grid must not take for its own."""
+    store = tmp_path / "store"
+    flags = [*BATCH, *DISTOPT, "--save", str(store), "--save-interval", "1"]
+    train(tmp_path / "stock", 4, *flags, TP, "4", steps=1)
+    run = train(
+        tmp_path / "grid", 4, *flags, "--load", str(store), *grid_flags((2, 1, 2)), steps=2, check=False
+    )
+    assert "linear3d-2x1x2-ijl-plane" in "".join(str(r.error) for r in run.ranks)

@@ -1,6 +1,6 @@
 """Grids, layouts and plans of 3-D linear layers: pure data."""
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import pytest
@@ -24,7 +24,15 @@ from megatron_ext.linear3d.layouts import (
 )
 
 CUBE = Grid3D(2, 2, 2)
-GRIDS = [CUBE, Grid3D(1, 8, 1), Grid3D(8, 1, 1), Grid3D(1, 1, 8), Grid3D(4, 2, 1), Grid3D(1, 4, 2), Grid3D(3, 3, 3)]
+GRIDS = [
+    CUBE,
+    Grid3D(1, 8, 1),
+    Grid3D(8, 1, 1),
+    Grid3D(1, 1, 8),
+    Grid3D(4, 2, 1),
+    Grid3D(1, 4, 2),
+    Grid3D(3, 3, 3),
+]
 SITES = [*LAYER_SITES.values(), *HEAD_SITES.values()]
 
 
@@ -101,7 +109,7 @@ def test_plans():
 def test_layouts_that_do_not_fit():
     with pytest.raises(ValueError, match="features of inner"):
         plan_linear(INNER, COLUMN, RESIDUAL)
-    with pytest.raises(ValueError, match="no place in|features cut"):
+    with pytest.raises(ValueError, match="features cut"):
         plan_linear(RESIDUAL, COLUMN, RESIDUAL)
     with pytest.raises(ValueError, match="not a multiple of 4"):
         HEADS.local_shape(CUBE, (8, 8, 6))
@@ -122,7 +130,7 @@ def test_where_biases_are_summed():
 def test_layers_alternate():
     """What one linear gives is what the next takes; a block returns to the residual stream."""
     order = [LAYER_SITES[name] for name in ("qkv", "proj", "fc1", "fc2", "qkv")]
-    assert all(a.result == b.given for a, b in zip(order, order[1:], strict=False))
+    assert all(a.result == b.given for a, b in pairwise(order))
     assert HEAD_SITES["plane"].given == LAYER_SITES["fc2"].result == EMBEDDING_SITES["plane"].result
 
 
@@ -142,8 +150,8 @@ def test_degenerate_grids_are_what_they_should_be():
 def test_gated_weights_keep_gate_and_up_together(grid):
     """The rows that a j-partition has after the gather over i are its gate rows and its up rows."""
     rows = 2 * 216
-    for j, l in product(range(grid.gj), range(grid.gl)):
-        held = [glu_rows(grid, {"i": i, "j": j, "l": l}, rows) for i in range(grid.gi)]
+    for j, k in product(range(grid.gj), range(grid.gl)):
+        held = [glu_rows(grid, {"i": i, "j": j, "l": k}, rows) for i in range(grid.gi)]
         half = 216 // grid.gj
         for number, start in enumerate((j * half, 216 + j * half)):
             assert held[0][number].start == start

@@ -23,7 +23,9 @@ def by_axis(volume):
     found = Counter()
     for (site, kind, axis), amount in volume.items():
         if site != "norm":
-            found["i" if axis == "i" else f"{'gather' if kind == 'all_gather' else 'reduce'} {axis}"] += amount
+            found["i" if axis == "i" else f"{'gather' if kind == 'all_gather' else 'reduce'} {axis}"] += (
+                amount
+            )
     return dict(found)
 
 
