@@ -15,7 +15,7 @@ from megatron_ext.config import RunConfig
 from megatron_ext.linear3d import rules as linear3d_rules
 from megatron_ext.linear3d.config import Linear3dConfig
 from megatron_ext.linear3d.groups import linear3d_groups
-from megatron_ext.linear3d.install import linear3d_adjust, linear3d_patches
+from megatron_ext.linear3d.install import linear3d_adjust, linear3d_describe, linear3d_patches
 from megatron_ext.paro import rules as paro_rules
 from megatron_ext.paro.config import ParoConfig
 from megatron_ext.paro.groups import paro_groups
@@ -184,6 +184,7 @@ FEATURES: tuple[Feature, ...] = (
         patches=linear3d_patches,
         groups=linear3d_groups,
         adjust=linear3d_adjust,
+        describe=linear3d_describe,
         checks=("bytes", "layouts"),
         conflicts={
             "vocab": WORKS,

@@ -27,8 +27,23 @@ def linear3d_adjust(args: Namespace, flags: Namespace) -> None:
         from megatron_ext.linear3d.auto import choose
 
         args.linear_3d = flags.linear_3d = choose(args)
+        flags.linear_3d_chosen_by = "planner"
     args.sequence_parallel = args.tensor_model_parallel_size > 1
     args.gradient_accumulation_fusion = False  # ours are no linears of stock's
+
+
+def linear3d_describe(args: Namespace, flags: Namespace) -> dict[str, Any]:
+    """What the run record says: the grid, by whom it was chosen, and how layers work on it."""
+    grid = grid_of(flags)
+    return {
+        "grid": list(grid.sizes),
+        "order": grid.order,
+        "save": flags.linear_3d_save,
+        "vocab": vocab_mode(flags),
+        "overlap": flags.linear_3d_overlap,
+        "sum": sum_of(flags, args),
+        "chosen_by": getattr(flags, "linear_3d_chosen_by", "flags"),
+    }
 
 
 def linear3d_patches(context: "Context") -> list[Patch]:
@@ -105,6 +120,7 @@ def make_setup(flags: Namespace, registry: Any) -> Any:
     from megatron_ext.linear3d.chain import Overlap
     from megatron_ext.linear3d.comm import GridComm
     from megatron_ext.linear3d.model import Setup
+    from megatron_ext.record import on_gpu
 
     args = get_args()
     groups = {name: registry[f"{NAME}-{name}"] for name in GROUPS}
@@ -125,6 +141,7 @@ def make_setup(flags: Namespace, registry: Any) -> Any:
         vocab=vocab_mode(flags),
         overlap=overlap,
         keep_layers=flags.linear_3d_keep_layers,
+        fused_attention=on_gpu() and args.attention_backend.name != "unfused",
     )
 
 

@@ -35,6 +35,8 @@ class Setup:
     overlap: Overlap
     keep_layers: int = 0
     """The last layers of a stage keep gathered weights from forward to backward."""
+    fused_attention: bool = False
+    """Core attention by fused kernels instead of stock's local one."""
 
 
 def after_init(setup: Callable[[], Setup], original: Callable) -> Callable:
@@ -47,7 +49,15 @@ def after_init(setup: Callable[[], Setup], original: Callable) -> Callable:
         chain = Chain(options.comm, options.overlap, recompute_units(config))
         stage = call["pg_collection"].pp.rank() if call["pg_collection"] else _pipeline_rank()
         spec = call["transformer_layer_spec"]
-        spec = convert_spec(spec, config, chain, options.save, call["vp_stage"], stage)
+        spec = convert_spec(
+            spec,
+            config,
+            chain,
+            options.save,
+            call["vp_stage"],
+            stage,
+            fused_attention=options.fused_attention,
+        )
         original(**{**call, "transformer_layer_spec": spec})
         learned = call["position_embedding_type"] == "learned_absolute"
         finish(self, chain, options, call["max_sequence_length"] if learned else None)

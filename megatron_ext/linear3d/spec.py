@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
+from megatron_ext.linear3d.attention import fused
 from megatron_ext.linear3d.chain import Chain
 from megatron_ext.linear3d.layers import GridLinear, GridNorm
 from megatron_ext.linear3d.layouts import LAYER_SITES
@@ -38,22 +39,33 @@ def on_plane(attention: type, plane: Any) -> type:
     return GridSelfAttention
 
 
-def convert_spec(spec: Any, config: Any, chain: Chain, save: Save, vp_stage: int | None, pp_rank: int) -> Any:
+def convert_spec(
+    spec: Any,
+    config: Any,
+    chain: Chain,
+    save: Save,
+    vp_stage: int | None,
+    pp_rank: int,
+    *,
+    fused_attention: bool,
+) -> Any:
     """The submodules of a whole block, from the spec that a model was given.
+
+    `fused_attention`: stock's local core attention, which holds all scores, gives way to fused kernels.
 
     Raises:
         ValueError: layers that are not dense GPT layers.
     """
     norm = functools.partial(GridNorm, comm=chain.comm)
     if isinstance(spec, TransformerBlockSubmodules):
-        layers = [_layer(layer, chain, save, norm) for layer in spec.layer_specs]
+        layers = [_layer(layer, chain, save, norm, fused_attention) for layer in spec.layer_specs]
     else:
         count = get_num_layers_to_build(config, vp_stage, pp_rank)
-        layers = [_layer(spec, chain, save, norm)] * count
+        layers = [_layer(spec, chain, save, norm, fused_attention)] * count
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _layer(spec: ModuleSpec, chain: Chain, save: Save, norm: Any) -> ModuleSpec:
+def _layer(spec: ModuleSpec, chain: Chain, save: Save, norm: Any, fused_attention: bool) -> ModuleSpec:
     attention, mlp = spec.submodules.self_attention, spec.submodules.mlp
     inner = getattr(mlp, "keywords", {}).get("submodules")
     if not isinstance(inner, MLPSubmodules):
@@ -62,7 +74,13 @@ def _layer(spec: ModuleSpec, chain: Chain, save: Save, norm: Any) -> ModuleSpec:
     def linear(site: str) -> Any:
         return functools.partial(GridLinear, site=LAYER_SITES[site], chain=chain, save=save)
 
-    heads = dataclasses.replace(attention.submodules, linear_qkv=linear("qkv"), linear_proj=linear("proj"))
+    core = attention.submodules.core_attention
+    heads = dataclasses.replace(
+        attention.submodules,
+        linear_qkv=linear("qkv"),
+        linear_proj=linear("proj"),
+        core_attention=fused(core) if fused_attention else core,
+    )
     parts = dataclasses.replace(inner, linear_fc1=linear("fc1"), linear_fc2=linear("fc2"))
     submodules = dataclasses.replace(
         spec.submodules,

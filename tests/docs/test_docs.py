@@ -36,7 +36,7 @@ OUTPUTS = re.compile(
 page = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPO)))
 
 
-PLANS = ("layers", "paro", "wallfacer")
+PLANS = ("layers", "linear3d", "paro", "wallfacer")
 
 
 @functools.cache
@@ -56,7 +56,11 @@ def known_flags() -> set[str]:
     helps = [["-m", "megatron_ext", tool] for tool in cli.TOOLS]
     helps += [["scripts/bench/vocab.py", command] for command in ("train", "paced")]
     helps += [["scripts/bench/paro.py", command] for command in ("train", "scaling")]
-    helps += [["scripts/bench/collectives.py"], ["scripts/bench/paro_overlap.py"]]
+    helps += [
+        ["scripts/bench/linear3d.py"],
+        ["scripts/bench/collectives.py"],
+        ["scripts/bench/paro_overlap.py"],
+    ]
     helps += [*(["-m", "megatron_ext", "plan", what] for what in PLANS)]
     helps += [["scripts/bench/attention.py", command] for command in ("calls", "train")]
     helps += [["-m", "megatron_ext.netlab", command] for command in ("run", "measure")]

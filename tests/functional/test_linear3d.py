@@ -15,6 +15,7 @@ import pytest
 
 from megatron_ext.features import FEATURES
 from megatron_ext.linear3d.grid import Grid3D
+from megatron_ext.linear3d.install import linear3d_adjust
 from megatron_ext.linear3d.layouts import POSITIONS, VECTOR
 from megatron_ext.linear3d.sizes import ModelSizes, local_weight, sites_of
 from megatron_ext.linear3d.volume import edge_bytes, layer_bytes, vector_bytes
@@ -35,7 +36,8 @@ from tests.ranks import run_ranks
 
 full = pytest.mark.full
 GPT: list[str] = []
-BATCH = ["--micro-batch-size", "4"]
+# Vocabularies are padded by the tensor-parallel size; this one has 256 rows on up to 8 ranks.
+BATCH = ["--micro-batch-size", "4", "--make-vocab-size-divisible-by", "32"]
 # The plan of what is compared: architecture, ranks, pipeline stages, grid, and how it is trained.
 CASES = {
     "2x2x2": (GPT, 8, 1, (2, 2, 2), []),
@@ -109,7 +111,7 @@ def sizes_of(arch: list[str], tp: int) -> ModelSizes:
         kv_groups=groups[-1] if groups else heads,
         head_dim=64 // heads,
         ffn=128 if llama else 256,
-        vocab=-(-256 // (128 * tp)) * 128 * tp,
+        vocab=256,
         glu=llama,
         bias=not llama,
         rms=llama,
@@ -358,3 +360,70 @@ def test_flat_buffers_of_another_layout_are_refused(tmp_path):
         tmp_path / "grid", 4, *flags, "--load", str(store), *grid_flags((2, 1, 2)), steps=2, check=False
     )
     assert "linear3d-2x1x2-ijl-plane" in "".join(str(r.error) for r in run.ranks)
+
+
+DROPOUT = """
+import os, torch
+masks, plain = [], torch.nn.functional.dropout
+
+def dropout(x, p=0.5, training=True, inplace=False):
+    out = plain(x, p, training, inplace)
+    if p == 0.5 and training and len(masks) < 2:
+        masks.append((out != 0).flatten()[:4096])
+        if len(masks) == 2:
+            torch.save(masks[1], f"mask-{os.environ['RANK']}.pt")
+    return out
+
+torch.nn.functional.dropout = dropout
+import runpy
+runpy.run_path(SCRIPT, run_name="__main__")
+"""
+
+
+def agreement(folder: Path, *, control: bool) -> tuple[float, float]:
+    """Least and largest share of equal entries in two ranks' masks of hidden dropout."""
+    import torch
+
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text(DROPOUT.replace("SCRIPT", repr(str(SCRIPT))))
+
+    def without_sequence_parallelism(args, flags) -> None:
+        linear3d_adjust(args, flags)
+        args.sequence_parallel = False
+
+    table = tuple(
+        dataclasses.replace(f, adjust=without_sequence_parallelism) if f.name == "linear3d" and control else f
+        for f in FEATURES
+    )
+    sizes = ["--hidden-size", "128", "--hidden-dropout", "0.5", "--train-iters", "1"]
+    args = merged(MODEL, data(), BATCH, grid_flags((2, 1, 2)), sizes)
+
+    def body() -> None:
+        import os
+
+        from megatron_ext.launch import main
+
+        os.chdir(folder)
+        sys.exit(main(["--cpu", str(script), *args], table=table))
+
+    run_ranks(4, body)
+    masks = [torch.load(folder / f"mask-{rank}.pt") for rank in range(4)]
+    pairs = [(a, b) for n, a in enumerate(masks) for b in masks[n + 1 :]]
+    shares = [(a == b).double().mean().item() for a, b in pairs]
+    return min(shares), max(shares)
+
+
+def test_dropout_differs_between_ranks(tmp_path):
+    """Acceptance check 10, with the negative control: without the flag, all ranks would drop the same."""
+    least, most = agreement(tmp_path / "on", control=False)
+    assert 0.45 <= least <= most <= 0.55
+    assert agreement(tmp_path / "control", control=True) == (1.0, 1.0)
+
+
+@pytest.mark.full
+def test_wallfacer(tmp_path):
+    """Context parallelism on top: sequences are dealt out to context ranks first, then cut over the grid."""
+    flags = ["--context-parallel-size", "2", "--cp-comm-type", "wallfacer", "--wallfacer-team-size", "1"]
+    run = like_stock(tmp_path, LLAMA, 4, 1, (1, 2, 1), flags)
+    assert run.start()["features"] == ["linear3d", "wallfacer"]

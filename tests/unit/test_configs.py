@@ -19,6 +19,8 @@ WORLD_SIZES = {
     "gpt-256k-vocab-vp": 8,
     "gpt-256k-vocab-v-half": 8,
     "llama-7b-paro": 32,
+    "llama-7b-tp16": 16,
+    "llama-7b-tp16-3d": 16,
     "llama-7b-128k": 32,
     "llama-7b-128k-wallfacer": 32,
 }
@@ -30,6 +32,7 @@ FEATURE_CONFIGS = {
         "pipeline vocab",
         ["--vocab-parallel", "vocab-2", "--pipeline-schedule", "v-half", "--transformer-impl", "local"],
     ),
+    "llama-7b-tp16-3d": ("llama-7b-tp16", "linear3d", ["--linear-3d", "2", "4", "2"]),
     "llama-7b-paro": ("llama-7b", "paro", ["--paro-strategy", "IIG", "--paro-comm", "ho-ring"]),
     "llama-7b-128k-wallfacer": (
         "llama-7b-128k",
