@@ -7,9 +7,8 @@ from typing import Any
 
 from megatron_ext.hooks import bound
 from megatron_ext.ledger import ledger
-from megatron_ext.linear3d.comm import FEATURE
 from megatron_ext.linear3d.sizes import ModelSizes
-from megatron_ext.linear3d.volume import Volume, edge_bytes, layer_bytes, vector_bytes
+from megatron_ext.linear3d.volume import FEATURE, Volume, edge_bytes, layer_bytes, vector_bytes
 from megatron_ext.patching import Patch
 
 

@@ -18,9 +18,9 @@ from megatron_ext import traffic
 from megatron_ext.linear3d.grid import Grid3D
 from megatron_ext.linear3d.layouts import Move
 from megatron_ext.linear3d.sizes import Sum
+from megatron_ext.linear3d.volume import FEATURE
 from megatron_ext.paro.collectives_two_phase import ordered_sum
 
-FEATURE = "linear3d"
 GRADS = "i-grads"
 """Name of a second communicator over axis i, so that sums of weight gradients do not wait for gathers."""
 

@@ -112,10 +112,12 @@ def sharded(
     replica = (copy, grid.index(layout.replicated, at), dp_cp_rank)
     cuts = [(dim, grid.index(cut, at), grid.size(cut)) for dim, cut in enumerate(layout.cuts)]
 
-    def place(tensor: Tensor, fragments: Sequence[tuple[int, int, int]], replica_id: Any) -> ShardedTensor:
+    def place(
+        name: str, tensor: Tensor, fragments: Sequence[tuple[int, int, int]], replica_id: Any
+    ) -> ShardedTensor:
         shifted = [(dim + len(offsets), index, count) for dim, index, count in fragments]
         return ShardedTensor.from_rank_offsets(
-            key,
+            name,
             tensor,
             *offsets,
             *shifted,
@@ -125,7 +127,7 @@ def sharded(
         )
 
     if not gated:
-        return place(param, cuts, replica)
+        return place(key, param, cuts, replica)
 
     @torch.no_grad()
     def build(
@@ -134,7 +136,8 @@ def sharded(
         assert flattened_range is None, "gradients and states of gated weights are stored by parameter"
         (_, index, count), *rest = cuts
         halves = zip(tensor.chunk(2, dim=0), (index, index + count), strict=True)
-        return [place(half, [(0, at_row, 2 * count), *rest], replica_id) for half, at_row in halves]
+        # Stacked layers lose their number after this object was made: the name to use is the one given here.
+        return [place(key, half, [(0, at_row, 2 * count), *rest], replica_id) for half, at_row in halves]
 
     @torch.no_grad()
     def merge(halves: list[Tensor]) -> Tensor:

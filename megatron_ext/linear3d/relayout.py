@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_ext import traffic
-from megatron_ext.linear3d.comm import FEATURE, GridComm
+from megatron_ext.linear3d.comm import GridComm
+from megatron_ext.linear3d.volume import FEATURE
 
 SITE = "relayout"
 

@@ -23,6 +23,9 @@ from megatron_ext.linear3d.sizes import ModelSizes, Save, Sum, VocabMode, local_
 Volume = Counter[tuple[str, str, str]]
 """(site, kind, axis) -> bytes."""
 
+FEATURE = "linear3d"
+"""Communication is counted under this name and that of its site: "linear3d:fc1"."""
+
 REDUCE_KIND = {"ordered": "all_to_all", "native": "reduce_scatter"}
 FP32 = 4
 
