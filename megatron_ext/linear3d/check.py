@@ -73,10 +73,11 @@ def step_bytes(sizes: ModelSizes, model: Any, microbatches: int) -> Volume:
         forward=microbatches,
         backward=microbatches,
     )
+    # PaRO's gradients are parts of those of Megatron's wrapper, whose sizes are those of the parameters.
     vectors = [
-        (p.numel(), p.grid_layout, p.main_grad.element_size())
+        (p.grid_summed[0], p.grid_layout, p.grid_summed[1])
         for p in model.parameters()
-        if hasattr(p, "grid_sum") and p.requires_grad
+        if hasattr(p, "grid_summed")
     ]
     for itemsize in {size for *_, size in vectors}:
         total += vector_bytes([(n, lay) for n, lay, size in vectors if size == itemsize], grid, at, itemsize)

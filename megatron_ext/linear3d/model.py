@@ -191,7 +191,8 @@ def sum_vectors(model: Any) -> None:
     """Sum the gradients of vectors over the axes along which they are equal; once a step, all together.
 
     After stock's own reductions: over data-parallel ranks the sum commutes, and a distributed optimizer's
-    shards have the same borders on all ranks of the grid.
+    shards have the same borders on all ranks of the grid. A data-parallel engine may keep only its part of a
+    gradient; how many elements were summed is left with the parameter.
     """
     comm = model.grid_setup.comm
     together: dict[str, list[Tensor]] = {}
@@ -199,6 +200,7 @@ def sum_vectors(model: Any) -> None:
         axes = getattr(param, "grid_sum", None)
         grad = getattr(param, "main_grad", None) if axes and param.requires_grad else None
         if grad is not None:
+            param.grid_summed = grad.numel(), grad.element_size()
             together.setdefault(axes, []).append(grad)
     for axes, grads in together.items():
         flat = torch.cat([grad.reshape(-1) for grad in grads])

@@ -51,7 +51,9 @@ def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor
 class Whole:
     """Whole parameters by name, leaves of autograd."""
 
-    def __init__(self, s: int, b: int, h: int, f: int, vocab: int, glu: bool, bias: bool = True, rms: bool = False):
+    def __init__(
+        self, s: int, b: int, h: int, f: int, vocab: int, glu: bool, bias: bool = True, rms: bool = False
+    ):
         wide = 2 * f if glu else f
         shapes = {
             "qkv.weight": (3 * h, h),
@@ -110,11 +112,24 @@ class OnGrid:
     """The same network on a grid."""
 
     def __init__(
-        self, comm: GridComm, whole: Whole, *, mode: str, save: str, overlap: Overlap, tied: bool, keep: bool = False
+        self,
+        comm: GridComm,
+        whole: Whole,
+        *,
+        mode: str,
+        save: str,
+        overlap: Overlap,
+        tied: bool,
+        keep: bool = False,
     ):
         self.comm, self.whole, self.mode, self.tied = comm, whole, mode, tied
         self.chain = Chain(comm, overlap)
-        make = {"chain": self.chain, "save": save, "init_method": torch.nn.init.normal_, "skip_bias_add": False}
+        make = {
+            "chain": self.chain,
+            "save": save,
+            "init_method": torch.nn.init.normal_,
+            "skip_bias_add": False,
+        }
         made = config(whole.h, glu=whole.glu, rms=whole.rms)
         sites = {**LAYER_SITES, "head": HEAD_SITES[mode]}
         self.linears = {}

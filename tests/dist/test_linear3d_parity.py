@@ -18,7 +18,9 @@ NONE = Overlap(grads=False, prefetch=False, defer=False)
 SAVES = ("gathered", "shard_weight", "shard_all")
 
 
-def compare(registry, grid, *, s, b, h, f, vocab, mode="plane", save="gathered", glu=False, tied=False, **more):
+def compare(
+    registry, grid, *, s, b, h, f, vocab, mode="plane", save="gathered", glu=False, tied=False, **more
+):
     """One forward and backward pass; returns this rank's gradients."""
     overlap, how = more.get("overlap", NONE), more.get("how", "ordered")
     rms, bias = more.get("rms", False), not glu
@@ -71,7 +73,9 @@ def assert_counted_once(net, whole, tied):
         if param.tensor_model_parallel and not (tied and name == "head.weight"):
             total += param.detach().square().sum()
     all_reduce(total, ReduceOp.SUM)
-    wanted = sum(p.detach().square().sum() for n, p in whole.params.items() if not (tied and n == "head.weight"))
+    wanted = sum(
+        p.detach().square().sum() for n, p in whole.params.items() if not (tied and n == "head.weight")
+    )
     assert error(total, wanted) <= 1e-12
 
 
@@ -83,7 +87,9 @@ def test_grids_of_eight():
     registry = GroupRegistry()
     for number, sizes in enumerate([(2, 2, 2), (1, 8, 1), (1, 1, 8), (8, 1, 1), (1, 4, 2), (4, 1, 2)]):
         case = {**SMALL, "mode": ("plane", "grid")[number % 2], "tied": number % 3 == 0}
-        compare(registry, Grid3D(*sizes), **case, save=SAVES[number % 3], glu=number % 2 == 1, rms=number % 2 == 1)
+        compare(
+            registry, Grid3D(*sizes), **case, save=SAVES[number % 3], glu=number % 2 == 1, rms=number % 2 == 1
+        )
 
 
 @ranks(4)
@@ -122,7 +128,9 @@ def test_every_grid_and_policy():
     for sizes in ((2, 2, 2), (2, 4, 1), (1, 4, 2), (4, 1, 2), (1, 2, 4), (4, 2, 1), (2, 1, 4)):
         for mode in ("plane", "grid"):
             for save in SAVES:
-                compare(registry, Grid3D(*sizes), **SMALL, mode=mode, save=save, glu=True, tied=save != "gathered")
+                compare(
+                    registry, Grid3D(*sizes), **SMALL, mode=mode, save=save, glu=True, tied=save != "gathered"
+                )
                 compare(registry, Grid3D(*sizes), **SMALL, mode=mode, save=save, how="native")
 
 

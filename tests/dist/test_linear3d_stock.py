@@ -109,7 +109,13 @@ def test_what_is_saved():
     for save, factor in (("shard_all", 1), ("shard_weight", 1), ("gathered", 2)):
         chain = Chain(comm, Overlap())
         fc1 = GridLinear(
-            H, F4, site=LAYER_SITES["fc1"], chain=chain, save=save, config=made, init_method=torch.nn.init.ones_
+            H,
+            F4,
+            site=LAYER_SITES["fc1"],
+            chain=chain,
+            save=save,
+            config=made,
+            init_method=torch.nn.init.ones_,
         )
         x = random(1, *RESIDUAL.local_shape(comm.grid, (S, B, H))).requires_grad_()
         kept = []
@@ -140,7 +146,9 @@ def test_relayout():
         assert torch.equal(back, mine)
         (back * 3).sum().backward()
         assert torch.equal(mine.grad, torch.full_like(mine, 3.0))
-        kept = mine.numel() // (sizes[0] * sizes[2]) * (comm.rank // (sizes[0] * sizes[2]) == comm.coords["j"])
+        kept = (
+            mine.numel() // (sizes[0] * sizes[2]) * (comm.rank // (sizes[0] * sizes[2]) == comm.coords["j"])
+        )
         assert sum(sent().values()) == 4 * (mine.numel() - kept) * 8
 
 
@@ -166,7 +174,13 @@ def test_layouts_are_asked_for():
     chain = Chain(comm, Overlap())
     made = config(H)
     fc1 = GridLinear(
-        H, F4, site=LAYER_SITES["fc1"], chain=chain, save="gathered", config=made, init_method=torch.nn.init.ones_
+        H,
+        F4,
+        site=LAYER_SITES["fc1"],
+        chain=chain,
+        save="gathered",
+        config=made,
+        init_method=torch.nn.init.ones_,
     )
     norm = GridNorm(made, H, comm=comm)
     x = tags.mark(random(1, S, B, H // 2), RESIDUAL)
@@ -188,6 +202,7 @@ def test_fused_attention_is_stock_attention():
     from types import SimpleNamespace
 
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -196,9 +211,11 @@ def test_fused_attention_is_stock_attention():
 
     assert fused(DotProductAttention) is FusedAttention
     assert fused(GridNorm) is GridNorm
-    applied = patching.apply(cpu.torch_patches(), contract=None, log=lambda text: None)
+    patches = cpu.torch_patches() + cpu.megatron_patches()
+    applied = patching.apply(patches, contract=None, log=lambda text: None)
     try:
         parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(1)
         made = TransformerConfig(
             num_layers=1, hidden_size=32, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0
         )

@@ -44,6 +44,7 @@ def test_quickstart(tmp_path):
         assert losses[begin : begin + 30] == pytest.approx(one, rel=1e-5)
     assert "pp2-vocab" in page.read_text()
     assert "pp2-v-half" in page.read_text()
+    assert "tp4-linear3d" in page.read_text()
     assert "cp2-wallfacer" in page.read_text()
     assert "dp4-paro" in page.read_text()
     assert_feature_ran()
@@ -54,10 +55,12 @@ def assert_feature_ran() -> None:
     runs = {"pp1": [], "pp2": [], "pp2-vocab": ["vocab"]}
     runs |= {"pp2-v-half": ["pipeline", "vocab"]}
     runs |= {"cp2-wallfacer": ["wallfacer"], "dp4-paro": ["paro"]}
+    runs |= {"tp4-linear3d": ["linear3d"], "cp2-wallfacer": ["wallfacer"], "dp4-paro": ["paro"]}
     for name, features in runs.items():
         lines = (ROOT / "runs" / "quickstart" / name / "rank-0000.jsonl").read_text().splitlines()
         start, step = json.loads(lines[0]), json.loads(lines[2])
         assert start["features"] == features
-        for feature in ("vocab", "wallfacer", "paro"):
-            sent = sum(entry["bytes"] for entry in step["traffic"] if entry["feature"] == feature)
+        for feature in ("vocab", "linear3d", "wallfacer", "paro"):
+            ours = [e["bytes"] for e in step["traffic"] if e["feature"].partition(":")[0] == feature]
+            sent = sum(ours)
             assert bool(sent) == (feature in features)
