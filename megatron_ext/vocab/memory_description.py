@@ -154,6 +154,7 @@ def not_modelled(args: Namespace) -> str | None:
         "optimizer_cpu_offload": "optimizer offloading",
         "fp8": "8-bit training",
         "fp4": "4-bit training",
+        "linear_3d": "3-D linear layers",
     }
     found = [what for name, what in switches.items() if getattr(args, name, None)]
     if getattr(args, "pipeline_schedule", "stock") == "stock" and _chunks(args) > 1:
