@@ -87,6 +87,7 @@ def like_stock(folder, arch, world, p, grid, flags=(), training=()) -> Run:
         world,
         *(*arch, *BATCH, *seed(tuple(arch)), *training, *grid_flags(grid, p), *flags),
         *("--ext-check", "bytes,replicas,layouts", "--ext-dump-grads", str(folder)),
+        timeout=400.0,
     )
     assert len(run.losses()) == 10
     assert_close(reference.losses(), run.losses(), 1e-5)
