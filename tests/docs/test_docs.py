@@ -58,6 +58,7 @@ def known_flags() -> set[str]:
     helps += [["scripts/bench/paro.py", command] for command in ("train", "scaling")]
     helps += [
         ["scripts/bench/linear3d.py"],
+        ["scripts/bench/linear3d_train.py"],
         ["scripts/bench/collectives.py"],
         ["scripts/bench/paro_overlap.py"],
     ]
