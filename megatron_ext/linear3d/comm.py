@@ -26,10 +26,10 @@ GRADS = "i-grads"
 
 
 class Pending:
-    """The result of a collective that may still run."""
+    """The result of a collective that may still run; `sent` lives until it has ended."""
 
-    def __init__(self, work: Work | None, finish: Callable[[], Tensor]):
-        self._work, self._finish = work, finish
+    def __init__(self, work: Work | None, finish: Callable[[], Tensor], sent: Tensor | None = None):
+        self._work, self._finish, self._sent = work, finish, sent
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -38,7 +38,7 @@ class Pending:
             if self._work is not None:
                 self._work.wait()
             self._result = self._finish()
-            del self._work, self._finish
+            del self._work, self._finish, self._sent
         return self._result
 
 
@@ -69,10 +69,10 @@ class GridComm:
         size = self.grid.size(move.axis)
         if size == 1:
             return done(x)
-        out = x.new_empty((size, *x.shape))
+        out, source = x.new_empty((size, *x.shape)), x.contiguous()
         work = traffic.all_gather_into_tensor(
             out.view(-1),
-            x.contiguous().view(-1),
+            source.view(-1),
             group=self.groups[move.axis],
             feature=f"{FEATURE}:{site}",
             async_op=overlap,
@@ -83,7 +83,7 @@ class GridComm:
                 return out.flatten(0, 1)
             return out.movedim(0, move.dim).flatten(move.dim, move.dim + 1)
 
-        return Pending(work, join)
+        return Pending(work, join, source)
 
     def reduce(
         self, x: Tensor, move: Move, site: str, *, overlap: bool = False, communicator: str | None = None
@@ -98,10 +98,10 @@ class GridComm:
         if self.how == "native":
             own = rows.new_empty(rows.shape[1])
             work = traffic.reduce_scatter_tensor(own, rows.view(-1), **call, async_op=overlap)
-            return Pending(work, lambda: own.view(shape))
+            return Pending(work, lambda: own.view(shape), rows)
         received = torch.empty_like(rows)
         work = traffic.all_to_all_single(received.view(-1), rows.view(-1), **call, async_op=overlap)
-        return Pending(work, lambda: _summed(rows, received, x.dtype).view(shape))
+        return Pending(work, lambda: ordered_sum(received).to(rows.dtype).view(shape), rows)
 
     def all_reduce(
         self, x: Tensor, axes: str, site: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -110,9 +110,3 @@ class GridComm:
         if self.grid.size(axes) > 1:
             traffic.all_reduce(x, op, group=self.groups[axes], feature=f"{FEATURE}:{site}")
         return x
-
-
-def _summed(sent: Tensor, received: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the received rows; `sent` is only kept alive until they have arrived."""
-    del sent
-    return ordered_sum(received).to(dtype)
