@@ -154,7 +154,8 @@ def assert_ran(
             )
         ends = {"first": stage == 0, "last": stage == p - 1}
         expected += edge_bytes(sizes, grid, mode, **ways, **ends, forward=microbatches, backward=microbatches)
-        expected += vector_bytes(vectors(sizes, grid, per_stage, **ends), grid, at, 4)
+        own = dataclasses.replace(sizes, learned=False) if mode == "stages" else sizes
+        expected += vector_bytes(vectors(own, grid, per_stage, **ends), grid, at, 4)
         assert expected
         for line in run.steps(rank):
             assert sent(line) == expected, (rank, line["step"])
