@@ -189,7 +189,7 @@ FEATURES: tuple[Feature, ...] = (
         conflicts={
             "vocab": WORKS,
             "paro": WORKS,
-            "wallfacer": UNTESTED,
+            "wallfacer": WORKS,
             "tp": WORKS,
             "sp": WORKS,
             "pp": WORKS,
