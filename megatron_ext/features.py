@@ -202,7 +202,7 @@ FEATURES: tuple[Feature, ...] = (
             "cp": UNTESTED,
             "recompute": WORKS,
             "bf16": WORKS,
-            "fp16": WORKS,
+            "fp16": UNTESTED,
             "fp8": "its linears compute in the model's type. Remove --fp8-format and --fp4-format.",
             "moe": "experts are not split along three axes yet. Remove --num-experts.",
             "mla": "latent projections are not split along three axes yet. Remove --multi-latent-attention.",
