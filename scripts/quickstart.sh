@@ -34,7 +34,8 @@ step "preparing data from the Python standard library's sources"
 
 # The rest is made anew: a run record must hold one run, and the seed must fit the model of today.
 mkdir -p "$out"
-rm -rf "$out/seed" "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/pp2-v-half" "$out/cp2-wallfacer" "$out/dp4-paro" "$out/compare"
+rm -rf "$out/seed" "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/pp2-v-half" "$out/tp4-linear3d" \
+    "$out/cp2-wallfacer" "$out/dp4-paro" "$out/compare"
 
 # What a reader wants to see of a job while it runs; all of it is in its log.
 progress() {
@@ -77,6 +78,9 @@ step "and on a V-shaped schedule with two chunks per rank"
 train pp2-v-half 2 "${from_seed[@]}" --pipeline-model-parallel-size 2 --vocab-parallel vocab-2 \
     --pipeline-schedule v-half --ext-report "$out/pp2-v-half"
 
+step "tensor parallelism on a grid of four ranks: 3-D linear layers"
+train tp4-linear3d 4 "${from_seed[@]}" --tensor-model-parallel-size 4 --linear-3d 2 1 2 --ext-report "$out/tp4-linear3d"
+
 step "context parallelism on two ranks in one team: WallFacer"
 train cp2-wallfacer 2 "${from_seed[@]}" --context-parallel-size 2 --cp-comm-type wallfacer --wallfacer-team-size 2 \
     --wallfacer-kv-bundle 1 --ext-report "$out/cp2-wallfacer"
@@ -85,5 +89,6 @@ step "data parallelism with everything split: PaRO, two groups of two"
 train dp4-paro 4 "${from_seed[@]}" --paro-strategy IIG --paro-group-size 2 --ext-report "$out/dp4-paro"
 
 step "comparing the runs"
-"$python" -m megatron_ext compare "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/pp2-v-half" "$out/cp2-wallfacer" "$out/dp4-paro" --output "$out/compare"
-say "done. The same model, data and initial weights, split in five ways, gave the losses above."
+"$python" -m megatron_ext compare "$out/pp1" "$out/pp2" "$out/pp2-vocab" "$out/pp2-v-half" "$out/tp4-linear3d" \
+    "$out/cp2-wallfacer" "$out/dp4-paro" --output "$out/compare"
+say "done. The same model, data and initial weights, split in six ways, gave the losses above."

@@ -119,7 +119,9 @@ def packed_params(ends, filled=None):
     if filled is None:
         return PackedSeqParams(qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real)
     names = {"cu_seqlens_q": real, "cu_seqlens_kv": real}
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, **names)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, **names
+    )
 
 
 @ranks(SIZE)
