@@ -187,8 +187,8 @@ FEATURES: tuple[Feature, ...] = (
         describe=linear3d_describe,
         checks=("bytes", "layouts"),
         conflicts={
-            "pipeline": "its linears compute weight gradients in the backward pass, and these schedules move them "
-            "elsewhere. Remove --pipeline-schedule.",
+            "pipeline": "its linears compute weight gradients in the backward pass, and these schedules move "
+            "them elsewhere. Remove --pipeline-schedule.",
             "vocab": WORKS,
             "paro": WORKS,
             "wallfacer": WORKS,
