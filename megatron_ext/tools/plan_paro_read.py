@@ -137,6 +137,7 @@ def _description(read: Numbers, types: dict[str, int]) -> Description | None:
         return None
     heads = int(args.num_attention_heads) if (args.num_attention_heads or "").isdigit() else tensor
     head_dim = q // heads or 1
+    data = args.data_parallel_size or ""
     try:
         split = stage_layers(argparse.Namespace(pipeline_model_parallel_size=stages, num_layers=layers))
     except ValueError as error:
@@ -147,7 +148,8 @@ def _description(read: Numbers, types: dict[str, int]) -> Description | None:
         seq_length=s, micro_batch=micro, vocab=vocab, gated=args.swiglu, bias=not args.disable_bias_linear,
         norm=args.normalization, tied=not args.untie_embeddings_and_output_weights,
         pipeline=stages, tensor=tensor, context=context,
-        data=int(args.data_parallel_size), stage_layers=split, **types,
+        data=int(data) if data.isdigit() else 1,  # what is wrong with it `grid` has said
+        stage_layers=split, **types,
     )  # fmt: skip
 
 

@@ -145,3 +145,26 @@ def test_fast_commands_run(command):
         [sys.executable, "-m", "megatron_ext", *command], cwd=REPO, capture_output=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+PLAN = re.compile(r"megatron-ext plan paro (--ext-config(?:.*\\\n)*.*)")
+
+
+def plan_of_paro(path: Path) -> list[str]:
+    """The words of the page's command, behind `plan paro`."""
+    (command,) = PLAN.findall(path.read_text())
+    return re.sub(r"\\\n#?", " ", command).split()
+
+
+@pytest.mark.parametrize("path", ["README.md", "docs/paro.md", "configs/llama-7b-paro.yaml"])
+def test_the_plan_of_the_shipped_configuration_runs(path, capsys, monkeypatch):
+    from megatron_ext.tools.plan_paro import main
+
+    monkeypatch.chdir(REPO)
+    command = plan_of_paro(REPO / path)
+    assert command == plan_of_paro(REPO / "README.md")
+    assert main(command) == 0
+    assert "Take NNG" in capsys.readouterr().out
+    # What the page and the file say of the strategy that the file sets.
+    assert main([*command, "--other-memory", "69GB"]) == 0
+    assert "Take IIG over ho-ring" in capsys.readouterr().out

@@ -174,6 +174,13 @@ def test_everything_that_is_missing_is_said_at_once(capsys):
     assert "the model's transformer layers (or give --parameters)" in found
 
 
+def test_a_shape_without_ranks_is_refused_too(capsys):
+    for size in ([], ["--data-parallel-size", "x"]):
+        found = refused(capsys, *SHAPE, "--paro-group-size", "2", "--microbatches", "3", *RATES, *size)
+        assert len(found) == 1
+        assert "--data-parallel-size" in found[0]
+
+
 BAD = [
     (["--what"], "--what: there is no such argument. `megatron-ext plan paro --help` lists those"),
     (["--paro-group-size", "5"], "ranks cannot be cut into groups of 5. Use one of 1, 2, 4, 8, 16, 32."),
