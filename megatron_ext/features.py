@@ -19,7 +19,7 @@ from megatron_ext.linear3d.install import linear3d_adjust, linear3d_describe, li
 from megatron_ext.paro import rules as paro_rules
 from megatron_ext.paro.config import ParoConfig
 from megatron_ext.paro.groups import paro_groups
-from megatron_ext.paro.install import paro_adjust, paro_patches
+from megatron_ext.paro.install import paro_adjust, paro_agreement, paro_patches
 from megatron_ext.pipeline import rules as pipeline_rules
 from megatron_ext.pipeline.config import PipelineConfig
 from megatron_ext.pipeline.install import adjust_pipeline, pipeline_groups, pipeline_patches
@@ -78,6 +78,8 @@ class Feature:
     """What must hold when it is on, see rules.py."""
     patches: Callable[[Context], "list[Patch]"] = lambda context: []
     """What it changes in Megatron, see patching.py."""
+    agreement: Callable[[Namespace], Mapping[str, object]] = lambda args: {}
+    """What each rank finds by itself and must be equal on all; the launcher compares it before groups."""
     groups: Callable[[Namespace], Mapping[str, Group]] = lambda args: {}
     """Its process groups by name, from Megatron's validated arguments; pure. The launcher makes them."""
     adjust: Callable[[Namespace, Namespace], None] = lambda args, flags: None
@@ -266,6 +268,7 @@ FEATURES: tuple[Feature, ...] = (
         enabled=lambda flags: flags.paro_strategy != "off",
         rules=paro_rules.RULES,
         patches=paro_patches,
+        agreement=paro_agreement,
         groups=paro_groups,
         adjust=paro_adjust,
         checks=("bytes",),

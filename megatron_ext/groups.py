@@ -13,7 +13,7 @@ torch sorts the ranks of a group, so every rank list must be sorted: a rank's pl
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -259,6 +259,36 @@ def _agree(name: str, request: _Request, found: bool) -> bool:
     raise RuntimeError(
         f"ranks ask for different process groups at the same time: rank {rank} for {asked[rank]}, "
         f"rank {other} for {asked[other]}. All ranks must ask for the same groups in the same order"
+    )
+
+
+def require_equal(what: str, values: Mapping[str, Any]) -> None:
+    """A collective call over the world: stop all ranks where they do not have the same values.
+
+    Raises:
+        RuntimeError: on every rank; names what differs, and ranks that have it.
+    """
+    mine = {name: str(value) for name, value in values.items()}
+    digest = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=7).digest()
+    number = int.from_bytes(digest)
+    with traffic.label("groups"):
+        votes = torch.tensor([number, -number], dtype=torch.int64, device=device_of(None))
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+        least, minus_greatest = votes.tolist()
+        if least == -minus_greatest:
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    different = []
+    for name in sorted({name for theirs in everyone for name in theirs}):
+        ranks: dict[str, list[int]] = {}
+        for rank, theirs in enumerate(everyone):
+            ranks.setdefault(theirs.get(name, "nothing"), []).append(rank)
+        if len(ranks) > 1:
+            found = ", ".join(f"{value} on ranks {short_list(of)}" for value, of in ranks.items())
+            different.append(f"  {name}: {found}")
+    raise RuntimeError(
+        f"{what} is not the same on all ranks, so nothing was trained:\n" + "\n".join(different)
     )
 
 

@@ -282,7 +282,11 @@ def group_patches(launcher: Launcher | None) -> list[Patch]:
             result = original(*args, **kwargs)
             from megatron.training import get_args
 
+            from megatron_ext import groups
+
             for feature in launcher.on:
+                if agreement := feature.agreement(get_args()):
+                    groups.require_equal(feature.title, agreement)
                 for name, group in feature.groups(get_args()).items():
                     launcher.groups.get(name, group.rank_lists, communicator=group.communicator)
             return result

@@ -102,7 +102,7 @@ class ParoDataParallel(DistributedDataParallel):
         for source in split_units(self.module, TransformerLayer, setup.late):
             grad_dtype = torch.float32 if self.ddp_config.grad_reduce_in_fp32 else source.dtype
             units.append(Unit(source, setup.grid, setup.strategy, grad_dtype, factor))
-        int8 = setup.wire.inter_dtype == "int8"
+        int8 = setup.wire.inter_dtype == "int8" and setup.grid.k > 1
         if int8 and setup.strategy.optimizer is Level.G and setup.strategy.params is not Level.G:
             for unit in units:
                 if unit.trainable:

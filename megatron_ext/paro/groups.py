@@ -29,12 +29,23 @@ def group_size(args: Namespace) -> int:
     """Members per group: what was asked for, else the data-parallel ranks on one node.
 
     Raises:
-        ValueError: nodes have different numbers of them.
+        ValueError: nodes have different numbers of them, or nothing says how many ranks a node has.
     """
     if args.paro_group_size is not None:
         return args.paro_group_size
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-    return members_per_node(data_parallel_groups(args), per_node)
+    return members_per_node(data_parallel_groups(args), ranks_per_node(os.environ, args.world_size))
+
+
+def ranks_per_node(environ: Mapping[str, str], world_size: int) -> int:
+    """What torchrun sets. Raises ValueError where something else started the ranks and does not say it."""
+    text = environ.get("LOCAL_WORLD_SIZE", "1" if world_size == 1 else "")
+    if text.isascii() and text.isdigit():
+        return int(text)
+    given = f"is {text!r}" if text else "is not set"
+    raise ValueError(
+        f"LOCAL_WORLD_SIZE {given}, so the number of ranks on a node is not known. Start the ranks with "
+        "torchrun, or export it (with srun: LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE)"
+    )
 
 
 def rank_lists(args: Namespace) -> dict[str, Groups]:

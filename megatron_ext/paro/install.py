@@ -1,13 +1,18 @@
 """What the launcher needs from PaRO: patches that put its wrapper and optimizer in place of Megatron's."""
 
 import functools
+import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.hooks import bound
 from megatron_ext.paro.check import bytes_patch
 from megatron_ext.paro.checkpoint_patches import checkpoint_patches
+from megatron_ext.paro.config import ParoConfig
+from megatron_ext.paro.groups import data_parallel_groups, group_size
 from megatron_ext.paro.resolve import resolve
 from megatron_ext.patching import Patch
 
@@ -45,8 +50,45 @@ def paro_adjust(args: Namespace, flags: Namespace) -> None:
     """PaRO stands in for the distributed optimizer: nothing else may look for its buffers or checkpoints."""
     if flags.paro_strategy == "auto":
         resolve(args, flags)
+    if int(os.environ.get("RANK", "0")) == 0:
+        for line in announcement(args):
+            print(f"[megatron_ext] {line}", file=sys.stderr, flush=True)
     args.use_distributed_optimizer = False
     flags.paro_broadcast = args.data_parallel_random_init
+
+
+def paro_agreement(args: Namespace) -> dict[str, object]:
+    """What ranks must agree on. Each reads the file of bandwidths and its own memory for `auto`."""
+    flags = {field.name: getattr(args, field.name) for field in fields(ParoConfig)}
+    del flags["paro_bandwidths"]  # how a strategy was found does not matter, if it is the same
+    flags["paro_group_size"] = group_size(args)
+    return {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+
+
+def announcement(args: Namespace) -> list[str]:
+    """The groups, and warnings of flags that change nothing with them."""
+    strategy, n, m = args.paro_strategy, len(data_parallel_groups(args)[0]), group_size(args)
+    k = n // m
+    whose = (
+        "by --paro-group-size" if args.paro_group_size is not None else "the data-parallel ranks of a node"
+    )
+    lines = [f"PaRO {strategy}: {n} data-parallel ranks = {k} groups x {m} members ({whose})"]
+    if "I" in strategy and n > 1 and 1 in (k, m):
+        same = strategy.replace("I", "G" if k == 1 else "N")
+        lines.append(
+            f"warning: with {'one group' if k == 1 else 'groups of one rank'}, --paro-strategy {strategy} is "
+            f"{same}. Set --paro-group-size if that is not meant."
+        )
+    if args.paro_reshard_after_forward == "off" and strategy[0] == "N":
+        lines.append(
+            f"warning: --paro-reshard-after-forward off changes nothing, since {strategy} does not split "
+            "parameters."
+        )
+    if args.paro_inter_dtype != "native" and k == 1:
+        lines.append(
+            f"warning: --paro-inter-dtype {args.paro_inter_dtype} changes nothing, since there is one group."
+        )
+    return lines
 
 
 def make_setup(flags: Namespace, registry: Any) -> Any:

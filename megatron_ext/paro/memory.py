@@ -73,7 +73,7 @@ def memory(
     units = list(units)
     trained = [unit for unit in units if unit.trainable]
     p, o = _parts(strategy.params, wire), _parts(strategy.optimizer, wire)
-    staged = wire.inter_dtype == "int8" and strategy.params < strategy.optimizer is Level.G
+    staged = wire.inter_dtype == "int8" and strategy.params < strategy.optimizer is Level.G and wire.k > 1
     updated = sum(unit.padded // o for unit in trained)
     passes = _gathered(strategy, units, reshard_after_forward) + _in_reduction(strategy, trained)
     return Memory(

@@ -64,6 +64,12 @@ class Network:
         """Whether a scope of more than one rank was measured or given."""
         return all((scope, action) in self.links for action in ACTIONS)
 
+    def missing(self, k: int, m: int) -> list[str]:
+        """What a plan for k groups of m needs to know of the network and does not, in words."""
+        needed: dict[Scope, bool] = {"members": m > 1, "groups": k > 1, "flat": k * m > 1}
+        words = {"members": "inside groups", "groups": "between groups", "flat": "over all ranks"}
+        return [words[scope] for scope, used in needed.items() if used and not self.covers(scope)]
+
     @classmethod
     def given(
         cls,

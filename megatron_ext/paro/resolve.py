@@ -1,13 +1,13 @@
 """`--paro-strategy auto`: the planner's choice for a run, before any process group exists.
 
-Every rank plans from the same arguments and the same file, so all come to the same choice; a rank that did
-not would ask for other process groups, and the registry stops the job for that.
+Every rank plans by itself, from the arguments, the file of bandwidths and the memory of its GPU. Ranks that
+come to other choices, since a node has another file or other GPUs, are stopped before the first step: the
+launcher compares the choice over all ranks (`paro_agreement`).
 """
 
 import os
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 from megatron_ext.paro.groups import data_parallel_groups, group_size
 from megatron_ext.paro.network import Link, Network
@@ -33,7 +33,7 @@ def resolve(args: Namespace, flags: Namespace) -> None:
 
     gpu = on_gpu()
     n, m = len(data_parallel_groups(args)[0]), group_size(args)
-    network, source = _network(flags, m, gpu)
+    network, source = _network(flags, n // m, m, gpu)
     situation = situation_of_run(
         _with_vocabulary(args),
         flags,
@@ -73,13 +73,9 @@ def candidates(flags: Namespace) -> tuple[Strategy, ...]:
     return tuple(strategy for strategy in STRATEGIES if strategy.params is Level.N)
 
 
-def _network(flags: Namespace, members: int, gpu: bool) -> tuple[Network, str]:
+def _network(flags: Namespace, groups: int, members: int, gpu: bool) -> tuple[Network, str]:
     if flags.paro_bandwidths is not None:
-        try:
-            text = Path(flags.paro_bandwidths).read_text()
-        except OSError as error:
-            raise ValueError(f"--paro-bandwidths {flags.paro_bandwidths}: {error.strerror}") from None
-        return Network.from_json(text), f"bandwidths of {flags.paro_bandwidths}"
+        return _measured(flags.paro_bandwidths, groups, members)
     inside, nic = (GPU_INSIDE, GPU_NIC) if gpu else (CPU_INSIDE, CPU_NIC)
     per_nic = 1 if gpu else members
     network = Network.given(
@@ -87,6 +83,26 @@ def _network(flags: Namespace, members: int, gpu: bool) -> tuple[Network, str]:
     )
     rates = f"{inside / 1e9:g} GB/s inside and {nic / 1e9:g} GB/s per NIC"
     return network, f"{rates} assumed; measure with megatron-ext probe"
+
+
+def _measured(path: str, groups: int, members: int) -> tuple[Network, str]:
+    given = f"--paro-bandwidths {path}"
+    try:
+        found = Network.read(path)
+    except OSError as error:
+        raise ValueError(f"{given}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{given}: {error}. Give the file that `megatron-ext probe` wrote.") from None
+    world = f"{found.groups} groups of {found.members}"
+    if missing := found.missing(groups, members):
+        raise ValueError(
+            f"{given} has no links {' and '.join(missing)}: it was measured with {world}, and this run has "
+            f"{groups} groups of {members}. Probe with its groups."
+        )
+    source = f"bandwidths of {path}"
+    if found.groups and found.members and (found.groups, found.members) != (groups, members):
+        source += f", measured with {world}, whose ranks may share NICs otherwise"
+    return found, source
 
 
 def _memory_limit(gpu: bool) -> int | None:

@@ -26,6 +26,16 @@ def valid_strategy(args: Namespace) -> str | None:
     return problem and f"--paro-strategy {args.paro_strategy}: {problem}."
 
 
+def bandwidths_are_for_auto(args: Namespace) -> str | None:
+    """A strategy that is given needs no plan."""
+    if args.paro_bandwidths is None or args.paro_strategy == "auto":
+        return None
+    return (
+        f"--paro-bandwidths {args.paro_bandwidths} is for --paro-strategy auto and does nothing with "
+        f"--paro-strategy {args.paro_strategy}. Remove it, or set --paro-strategy auto."
+    )
+
+
 def group_size_divides(args: Namespace) -> str | None:
     """Groups are of one size, and none is cut."""
     try:
@@ -36,7 +46,7 @@ def group_size_divides(args: Namespace) -> str | None:
     try:
         m = group_size(args)
     except ValueError as reason:
-        return f"--paro-strategy needs groups of equal size: {reason}. Or set --paro-group-size."
+        return f"--paro-strategy splits over the ranks of a node: {reason}. Or set --paro-group-size."
     if m >= 1 and n % m == 0:
         return None
     sizes = ", ".join(str(size) for size in range(1, n + 1) if n % size == 0)
@@ -191,6 +201,7 @@ def int8_needs_a_hop(args: Namespace) -> str | None:
 
 RULES = (
     valid_strategy,
+    bandwidths_are_for_auto,
     group_size_divides,
     no_other_owner,
     whole_parameters,

@@ -173,7 +173,7 @@ def network(read: Numbers, grid: tuple[int, int] | None) -> Network | None:
     except ValueError as error:
         read.problems.append(f"--bandwidths {args.bandwidths}: {error}. {again}.")
         return None
-    missing = [] if grid is None else missing_links(found, *grid)
+    missing = [] if grid is None else found.missing(*grid)
     if missing:
         read.problems.append(
             f"--bandwidths {args.bandwidths} has no links {' and '.join(missing)}: it was measured with "
@@ -185,13 +185,6 @@ def network(read: Numbers, grid: tuple[int, int] | None) -> Network | None:
 def backend(read: Numbers, found: Network) -> Backend:
     """What was asked for, else what was measured, else NCCL."""
     return read.args.backend or found.backend or "nccl"
-
-
-def missing_links(found: Network, k: int, m: int) -> list[str]:
-    """What a plan for k groups of m needs to know of the network and does not."""
-    needed = {"members": m > 1, "groups": k > 1, "flat": k * m > 1}
-    words = {"members": "inside groups", "groups": "between groups", "flat": "over all ranks"}
-    return [words[scope] for scope, used in needed.items() if used and not found.covers(scope)]
 
 
 def _from_rates(read: Numbers, grid: tuple[int, int] | None) -> Network | None:

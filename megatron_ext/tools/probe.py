@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_ext import problems
+from megatron_ext.paro.groups import ranks_per_node
 from megatron_ext.paro.network import ACTIONS, SCOPES, Network
 from megatron_ext.tools.compare_text import grid
 from megatron_ext.tools.compare_units import human_bytes, human_time
@@ -111,7 +112,12 @@ def _checked(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[int,
 
 def _group_size(text: str | None, world: int, environ: Mapping[str, str], found: list[str]) -> int:
     where = f"--group-size {text}" if text is not None else "ranks per node"
-    text = environ.get("LOCAL_WORLD_SIZE", str(world)) if text is None else text
+    if text is None:
+        try:
+            text = str(ranks_per_node(environ, world))
+        except ValueError as reason:
+            found.append(f"groups are the ranks of a node: {reason}. Or set --group-size.")
+            return 1
     if text.isascii() and text.isdigit() and int(text) and world % int(text) == 0:
         return int(text)
     sizes = ", ".join(str(size) for size in range(1, world + 1) if world % size == 0)

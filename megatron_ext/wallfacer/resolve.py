@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from megatron_ext.paro.groups import ranks_per_node
 from megatron_ext.paro.network import Link, Network
 from megatron_ext.wallfacer.cost import Links
 from megatron_ext.wallfacer.install import options_of
@@ -91,7 +92,7 @@ def situation_of_run(args: Namespace, flags: Namespace, *, gpu: bool) -> tuple[S
 
 def _links(args: Namespace, flags: Namespace, gpu: bool) -> tuple[Links, str]:
     tensor = args.tensor_model_parallel_size
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    per_node = ranks_per_node(os.environ, args.world_size)
     on_node = max(1, per_node // tensor)
     if flags.wallfacer_bandwidths is not None:
         network = _read(flags.wallfacer_bandwidths)

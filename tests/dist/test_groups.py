@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext import groups, patching, traffic
-from megatron_ext.groups import GroupRegistry, name_of
+from megatron_ext.groups import GroupRegistry, name_of, require_equal
 from megatron_ext.layout import Grid, megatron_grid, within
 from tests.ranks import ranks
 
@@ -186,6 +186,16 @@ def test_disagreement_is_an_error_on_every_rank():
     with pytest.raises(RuntimeError, match=re.escape("like [0] (digest")):
         registry.get("lists", lists)
     assert registry.describe() == {}
+
+
+@ranks(3)
+def test_values_that_differ_stop_every_rank():
+    require_equal("the job", {"a": 1, "b": "x"})
+    with pytest.raises(RuntimeError) as error:
+        require_equal("The job", {"a": 1, "b": "y" if dist.get_rank() == 1 else "x"})
+    assert str(error.value) == (
+        "The job is not the same on all ranks, so nothing was trained:\n  b: x on ranks [0, 2], y on ranks [1]"
+    )
 
 
 @ranks(2)

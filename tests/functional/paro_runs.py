@@ -161,7 +161,7 @@ def assert_memory(ours: dict, levels: Strategy, wire: Wire, states: int = 8) -> 
     """What a rank keeps is what the table says; of optimizer states, padding has none."""
     units = ours["units"]
     kept = memory(levels, [UnitSize.of_record(unit) for unit in units], wire, state_itemsize=states)
-    staged = wire.inter_dtype == "int8" and levels.params < levels.optimizer is Level.G
+    staged = wire.inter_dtype == "int8" and levels.params < levels.optimizer is Level.G and wire.k > 1
     masters = sum(4 * u["owned"] for u in units if u["param_bytes"] < 4 or staged)
     optimizer = masters + kept.staged + sum(states * unit["owned"] for unit in units)
     assert ours["bytes"] == {"params": kept.weights, "grads": kept.gradients, "optimizer": optimizer}

@@ -8,6 +8,7 @@ from megatron_ext import features, rules
 from megatron_ext.paro import rules as paro
 from megatron_ext.paro.config import ParoConfig
 from megatron_ext.paro.groups import group_size, paro_groups, rank_lists, statistics_groups
+from megatron_ext.paro.install import announcement, paro_agreement
 from megatron_ext.paro.rules import RULES, flags_need_the_strategy
 from megatron_ext.paro.strategy import NAMES, Level, why_not
 from tests.unit.stock_args import gpt
@@ -84,11 +85,71 @@ def test_group_size_by_node(monkeypatch):
     assert problems(paro_group_size=None) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert only(paro_group_size=None) == (
-        "--paro-strategy needs groups of equal size: with 3 ranks per node the groups do not have the same "
-        "number of ranks on each node (2 on node 2 of the group [0, 1, 2, 3, 4, 5, 6, 7]; 3 on node 0 of the "
-        "group [0, 1, 2, 3, 4, 5, 6, 7]): choose parallel sizes that divide 3, or start the same number of "
+        "--paro-strategy splits over the ranks of a node: with 3 ranks per node the groups do not have the "
+        "same number of ranks on each node (2 on node 2 of the group [0, 1, 2, 3, 4, 5, 6, 7]; 3 on node 0 "
+        "of the group [0, 1, 2, 3, 4, 5, 6, 7]): choose parallel sizes that divide 3, or start the same number of "
         "ranks on every node. Or set --paro-group-size."
     )
+
+
+def test_groups_are_not_guessed(monkeypatch):
+    """As with plain srun, which does not say how many ranks a node has."""
+    for text, given in ((None, "is not set"), ("x", "is 'x'")):
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if text:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+        assert only(paro_group_size=None) == (
+            f"--paro-strategy splits over the ranks of a node: LOCAL_WORLD_SIZE {given}, so the number of "
+            "ranks on a node is not known. Start the ranks with torchrun, or export it (with srun: "
+            "LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE). Or set --paro-group-size."
+        )
+    assert problems(paro_group_size=2) == []
+
+
+def test_bandwidths_without_a_plan():
+    assert only(paro_bandwidths="f.json") == (
+        "--paro-bandwidths f.json is for --paro-strategy auto and does nothing with --paro-strategy IIG. "
+        "Remove it, or set --paro-strategy auto."
+    )
+    assert problems(paro_bandwidths="f.json", paro_strategy="auto") == []
+
+
+def test_the_groups_are_announced():
+    groups = "8 data-parallel ranks = 2 groups x 4 members (by --paro-group-size)"
+    assert announcement(arguments()) == [f"PaRO IIG: {groups}"]
+    assert announcement(arguments(paro_strategy="NNG", paro_group_size=8))[1:] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"paro_group_size": 8}, "with one group, --paro-strategy IIG is GGG. Set --paro-group-size"),
+        ({"paro_group_size": 1}, "with groups of one rank, --paro-strategy IIG is NNG. Set"),
+        (
+            {"paro_strategy": "NIG", "paro_reshard_after_forward": "off"},
+            "--paro-reshard-after-forward off changes nothing, since NIG does not split parameters.",
+        ),
+        (
+            {"paro_strategy": "NNG", "paro_group_size": 8, "paro_inter_dtype": "int8"},
+            "--paro-inter-dtype int8 changes nothing, since there is one group.",
+        ),
+    ],
+)
+def test_what_changes_nothing_is_said(changes, warning):
+    (found,) = announcement(arguments(**changes))[1:]
+    assert found.startswith(f"warning: {warning}")
+
+
+def test_ranks_agree_on_what_runs(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = paro_agreement(arguments(paro_group_size=None, paro_bandwidths="f"))
+    assert found == {
+        "--paro-strategy": "IIG",
+        "--paro-group-size": 2,
+        "--paro-comm": "two-phase",
+        "--paro-inter-dtype": "native",
+        "--paro-reshard-after-forward": "on",
+    }
 
 
 def test_sizes_that_do_not_fit_have_rules_of_their_own():
@@ -230,7 +291,7 @@ def test_group_size_is_that_of_a_node(monkeypatch):
     assert group_size(arguments(paro_group_size=None)) == 4
     assert group_size(arguments(paro_group_size=None, tensor_model_parallel_size=2)) == 2
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert group_size(arguments(paro_group_size=None)) == 8
+    assert group_size(arguments(paro_group_size=None, world_size=1)) == 1
     assert group_size(arguments(paro_group_size=2)) == 2
 
 

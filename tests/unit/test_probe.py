@@ -72,6 +72,13 @@ def test_bad_worlds(monkeypatch, capsys):
     )
 
 
+def test_the_ranks_of_a_node_are_not_guessed(monkeypatch, capsys):
+    env = {name: value for name, value in WORLD.items() if name != "LOCAL_WORLD_SIZE"}
+    text = refused(monkeypatch, capsys, "--cpu", env=env)
+    assert "groups are the ranks of a node: LOCAL_WORLD_SIZE is not set" in text
+    assert "Or set --group-size." in text
+
+
 def test_without_gpus_the_backend_is_not_guessed(monkeypatch, capsys):
     monkeypatch.setattr(probe, "_has_gpu", lambda: False)
     assert "no GPU is visible: add --cpu to measure gloo between CPUs" in refused(monkeypatch, capsys)
