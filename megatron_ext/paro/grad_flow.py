@@ -112,7 +112,9 @@ class GradFlow:
         if unit.transient:
             self.begin(unit)
             self._checked(unit)
-            state.reduction = self._lane.submit(lambda: self._add(unit), [unit.grad_full], unit.name)
+            # Not among the lane's inputs, whose memory CUDA would hold back until the host sees the lane's
+            # end: `_close` lets the stream that owns the buffer wait before it is released.
+            state.reduction = self._lane.submit(lambda: self._add(unit), (), unit.name)
             self._open.append(unit)
             if len(self._open) > IN_FLIGHT:
                 self._close(self._open[0])

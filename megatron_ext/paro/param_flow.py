@@ -1,9 +1,7 @@
 """When parameters are gathered for use, released again, and brought up to date after an optimizer step."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
-
-import torch
 
 from megatron_ext.paro.strategy import Level
 from megatron_ext.paro.unit import Unit
@@ -74,7 +72,7 @@ class ParamFlow:
         self.wait(unit)
         unit.place_own()
         have = unit.strategy.params
-        self._submit(unit, lambda: self._collectives.gather(unit.full, have, Level.N), unit.full)
+        self._submit(unit, lambda: self._collectives.gather(unit.full, have, Level.N))
 
     def update(self, units: Iterable[Unit]) -> None:
         """After an optimizer step: give the other ranks the parts that this one has updated.
@@ -85,7 +83,7 @@ class ParamFlow:
             self.release([unit])
             if unit.trainable and unit.strategy.optimizer is not unit.strategy.params:
                 self.wait(unit)
-                self._submit(unit, lambda unit=unit: self._send(unit), unit.rest)
+                self._submit(unit, lambda unit=unit: self._send(unit))
 
     def _send(self, unit: Unit) -> None:
         have, want = unit.strategy.optimizer, unit.strategy.params
@@ -94,5 +92,7 @@ class ParamFlow:
         else:
             self._collectives.gather_update(unit.rest, have, want, unit.staged)
 
-    def _submit(self, unit: Unit, work, flat: torch.Tensor) -> None:
-        self._pending[unit] = self._lane.submit(work, [flat], unit.name)
+    def _submit(self, unit: Unit, work: Callable[[], None]) -> None:
+        # No inputs, whose memory CUDA would hold back until the host sees the lane's end: `release` lets the
+        # stream that owns a gathered buffer wait before it is released, and the other buffers stay.
+        self._pending[unit] = self._lane.submit(work, (), unit.name)

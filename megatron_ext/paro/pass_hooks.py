@@ -6,7 +6,8 @@ their inputs' gradients in a backward pass. Recomputation runs a layer's forward
 pass, and its backward follows at once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class PassHooks:
     def __init__(self, units: list[Unit], params: ParamFlow, grads: GradFlow, *, reshard: bool):
         self.reached: set[Unit] = set()
         self._units, self._params, self._grads, self._reshard = units, params, grads, reshard
+        self._compute = _ComputeStream()
         self._keep = False
         """Whether the forward pass that runs leaves its parameters gathered."""
         self._root = [unit for unit in units if unit.module is None]
@@ -56,6 +58,7 @@ class PassHooks:
 
     def begin_forward(self) -> None:
         """The chunk's forward pass is about to start."""
+        self._compute.take()
         self._keep = torch.is_grad_enabled() and not self._reshard
         self._params.need(self._root)
         self._prefetch(0)
@@ -120,15 +123,17 @@ class PassHooks:
 
     def _on_gradient(self, unit: Unit, param: Parameter) -> Callable:
         def hook(*unused: Any) -> None:
-            if not unit.late:
-                self._grads.begin(unit)
-            # A fused kernel has added its part; a weight of two uses marks that autograd brings the other.
-            added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)
-            if param.grad is not None and not added:
-                param.main_grad.add_(param.grad)
-            param.grad = None
-            if not unit.late:
-                self._grads.ready(unit, param)
+            with self._compute.entered(param.grad):
+                if not unit.late:
+                    self._grads.begin(unit)
+                # A fused kernel has added its part; a weight of two uses marks that autograd brings the
+                # other.
+                added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)
+                if param.grad is not None and not added:
+                    param.main_grad.add_(param.grad)
+                param.grad = None
+                if not unit.late:
+                    self._grads.ready(unit, param)
 
         return hook
 
@@ -140,6 +145,36 @@ class PassHooks:
     def _prefetch(self, position: int) -> None:
         if 0 <= position < len(self._layers):
             self._params.prefetch(self._layers[position])
+
+
+class _ComputeStream:
+    """The CUDA stream of forward passes, for hooks that autograd runs on another one; nothing on a CPU.
+
+    A parameter's accumulation node belongs to the stream on which it was made, and Megatron wraps models on a
+    side stream. Whole buffers are allocated and released on the stream of the passes. So what reads and frees
+    them must be given to that stream, or their memory would go to others while a reduction still uses it.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    def take(self) -> None:
+        """Remember the current stream."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            self._stream = torch.cuda.current_stream()
+
+    @contextmanager
+    def entered(self, made: Tensor | None) -> Iterator[None]:
+        """Inside, work goes to the stream of the passes, behind what the current one has made."""
+        stream = self._stream
+        if stream is None or stream == (current := torch.cuda.current_stream()):
+            yield
+            return
+        stream.wait_stream(current)
+        if made is not None:
+            made.record_stream(stream)  # its memory may be the other stream's
+        with torch.cuda.stream(stream):
+            yield
 
 
 def _on_backward(output: Any, action: Callable[[], None]) -> None:
