@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from megatron_ext import traffic
-from megatron_ext.hooks import before_optimizer_step, bound, whole_parameters
+from megatron_ext.hooks import before_optimizer_step, bound, wait_for_updates, whole_parameters
 from megatron_ext.patching import Patch
 
 
@@ -18,7 +18,7 @@ class ReplicaError(RuntimeError):
     """Parameters that should be equal on several ranks are not."""
 
 
-def check_replicas(model_chunks: Iterable[Any], step: int) -> int:
+def check_replicas(model_chunks: Iterable[Any], step: int | str) -> int:
     """Compare replicated parameters bit for bit and return how many were compared on this rank.
 
     Dense parameters must agree over the data-parallel (x context-parallel) group, experts over theirs; those
@@ -36,7 +36,7 @@ def check_replicas(model_chunks: Iterable[Any], step: int) -> int:
         return _check_whole(chunks, step)
 
 
-def _check_whole(model_chunks: list[Any], step: int) -> int:
+def _check_whole(model_chunks: list[Any], step: int | str) -> int:
     from megatron.core import parallel_state
     from megatron.core.utils import unwrap_model
 
@@ -66,7 +66,7 @@ def _check_whole(model_chunks: list[Any], step: int) -> int:
     return compared
 
 
-def _compare(params: list[tuple[str, Any]], group: Any, axis: str, step: int) -> None:
+def _compare(params: list[tuple[str, Any]], group: Any, axis: str, step: int | str) -> None:
     import torch
 
     sums = torch.stack([_checksum(p) for _, p in params])
@@ -109,15 +109,24 @@ def patches(names: Iterable[str]) -> list[Patch]:
     """Patches of the checks asked for that live here."""
     if "replicas" not in names:
         return []
+    trained: list[int] = []  # the last step
     return [
         Patch(
             "megatron.training.training:train_step",
-            _replicas_around_train_step,
+            functools.partial(_replicas_around_train_step, trained),
             "wrap",
             "compare replicated parameters once per step",
             "check:replicas",
             needs=("model", "optimizer", "iteration"),
-        )
+        ),
+        Patch(
+            "megatron.training.training:train",
+            functools.partial(_replicas_after_training, trained),
+            "wrap",
+            "compare replicated parameters after the last step's update",
+            "check:replicas",
+            needs=("model",),
+        ),
     ]
 
 
@@ -126,7 +135,7 @@ def catalogue() -> list[Patch]:
     return patches(("replicas",))
 
 
-def _replicas_around_train_step(original: Callable) -> Callable:
+def _replicas_around_train_step(trained: list[int], original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(*args, **kwargs):
         call = bound(original, args, kwargs)
@@ -136,6 +145,29 @@ def _replicas_around_train_step(original: Callable) -> Callable:
             check_replicas(call["model"], call["iteration"] + 1)
 
         with before_optimizer_step(call["optimizer"], check):
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+        trained[:] = [call["iteration"] + 1]
+        return result
+
+    return wrapper
+
+
+def _replicas_after_training(trained: list[int], original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        def check() -> None:
+            if trained:
+                chunks = bound(original, args, kwargs)["model"]
+                for chunk in chunks:
+                    wait_for_updates(chunk)
+                check_replicas(chunks, f"{trained[0]}, after its update")
+
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit:  # how stock leaves on all ranks for --exit-interval and the like
+            check()
+            raise
+        check()
+        return result
 
     return wrapper

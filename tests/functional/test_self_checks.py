@@ -48,6 +48,34 @@ def test_replicas_names_the_parameter_that_drifted(tmp_path, flags, name, axis):
     assert sorted(run.losses()) == [1]
 
 
+CORRUPT_LAST = """
+import os, runpy
+import megatron.training.training as training
+
+stock = training.train_step
+
+def train_step(forward_step_func, data_iterator, model, *args, **kwargs):
+    result = stock(forward_step_func, data_iterator, model, *args, **kwargs)
+    if kwargs["iteration"] == 1 and os.environ["RANK"] == "1":
+        next(model[0].parameters()).data.view(-1)[3] += 1e-6
+    return result
+
+training.train_step = train_step
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--exit-interval", "2", "--train-iters", "4"]], ids=["end", "exit"])
+def test_replicas_are_compared_after_the_last_update_too(tmp_path, flags):
+    script = tmp_path / "corrupt.py"
+    script.write_text(CORRUPT_LAST.format(script=str(SCRIPT)))
+    run = train(tmp_path, 2, "--ext-check", "replicas", *flags, steps=2, script=script, check=False)
+    for rank in run.ranks:
+        assert rank.exit_code == 1
+        assert "--ext-check replicas, step 2, after its update: parameters differ within the" in rank.error
+    assert sorted(run.losses()) == [1, 2]
+
+
 def test_gradient_dump_has_stock_names_and_global_shapes(tmp_path):
     """One rank and four ranks (TP x PP) give the same names and shapes, those of a model on one rank."""
     grads = ["--ext-dump-grads", str(tmp_path / "one"), "--ext-dump-grads-step", "2"]
