@@ -26,6 +26,7 @@ from megatron_ext.paro.param_flow import ParamFlow
 from megatron_ext.paro.pass_hooks import PassHooks
 from megatron_ext.paro.strategy import Level, Strategy
 from megatron_ext.paro.unit import Unit, by_param
+from megatron_ext.paro.value_check import ValueCheck
 from megatron_ext.paro.volume import Wire
 from megatron_ext.schedules.lane import Lane
 
@@ -126,7 +127,7 @@ class ParoDataParallel(DistributedDataParallel):
             setup.grads,
             setup.make_lane("paro-grads", beside),
             early=beside,
-            check=_check_values if config.check_for_nan_in_grad else None,
+            check=ValueCheck() if config.check_for_nan_in_grad else None,
         )
         self.param_to_bucket_group = {param: _Announced() for param in self.params_with_grad}
 
@@ -252,18 +253,3 @@ class _Announced:
 
     def register_grad_ready(self, param: Parameter, force_all_reduce: bool | None = False) -> None:
         """A gradient is complete."""
-
-
-def _check_values(unit: Unit) -> None:
-    """Stock's check of gradients before they are reduced (--check-for-nan-in-loss-and-grad)."""
-    from megatron.core.rerun_state_machine import get_rerun_state_machine
-
-    norm = unit.grad_full.norm(p=2)
-    for reject, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        get_rerun_state_machine().validate_result(
-            result=norm,
-            rejection_func=reject,
-            message=f"found {what} in local grad norm of {unit.name} in backward pass before its reduction",
-            tolerance=0.001,
-            fatal=True,
-        )

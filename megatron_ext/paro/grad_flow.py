@@ -6,7 +6,6 @@ latest when the step does. So nothing depends on every parameter having a gradie
 said to be the last: that only lets the last reductions start earlier.
 """
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch.nn import Parameter
@@ -17,6 +16,7 @@ from megatron_ext.schedules.lane import Lane, Ticket
 
 if TYPE_CHECKING:
     from megatron_ext.paro.collectives import Collectives
+    from megatron_ext.paro.value_check import ValueCheck
 
 IN_FLIGHT = 2
 """Units whose whole gradients may wait for their reduction at once."""
@@ -47,7 +47,8 @@ class GradFlow:
         collectives: over communicators that nothing else uses.
         lane: where they run.
         early: whether the reductions of a step start during its last backward pass.
-        check: called with a unit before its gradients are reduced, None for no check.
+        check: notes a unit's gradients before they are reduced, and reports at the end of the pass or step;
+            None for no check.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class GradFlow:
         lane: Lane,
         *,
         early: bool,
-        check: Callable[[Unit], None] | None = None,
+        check: "ValueCheck | None" = None,
     ):
         self.units, self.late = units, late
         self.last = True
@@ -97,6 +98,7 @@ class GradFlow:
         """Reduce what has not had its turn yet."""
         if self._next or any(self._state[unit].touched for unit in self.units):
             self._advance(everything=True)
+        self._report()
 
     def _advance(self, *, everything: bool) -> None:
         while self._next < len(self.units):
@@ -149,6 +151,7 @@ class GradFlow:
         for unit in [*self.units, *self.late]:
             if not self._state[unit].synced:
                 self._sync(unit)
+        self._report()
 
     def finish(self) -> None:
         """All gradients are complete when this returns; parameters point at the parts that ranks update."""
@@ -180,7 +183,11 @@ class GradFlow:
 
     def _checked(self, unit: Unit) -> None:
         if self._check is not None:
-            self._check(unit)
+            self._check.note(unit)
+
+    def _report(self) -> None:
+        if self._check is not None:
+            self._check.report()
 
     def reset(self) -> None:
         """Start a step with zeros."""
