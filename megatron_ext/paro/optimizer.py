@@ -96,15 +96,6 @@ class ParoOptimizer(MixedPrecisionOptimizer):
         """All shards, group by group."""
         return [shard for group in self.groups for shard in group]
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether any parameter has a master weight of its own."""
-        return any(
-            unit.trainable and (unit.rest.dtype is not torch.float32 or unit.staged is not None)
-            for chunk in self.model_chunks
-            for unit in chunk.units
-        )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are in the units' buffers; parts of them that were taken are let go."""
         for shard in self.shards:
