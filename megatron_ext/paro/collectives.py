@@ -46,13 +46,13 @@ class HybridGroups:
     """The m ranks of its group; group rank = member."""
     groups: ProcessGroup
     """The k ranks that are the same member of each group; group rank = group."""
-    flat: ProcessGroup
-    """All n ranks, group by group."""
+    flat: ProcessGroup | None = None
+    """All n ranks, group by group; only flat collectives need it."""
 
     def grid(self) -> Grid:
         """This rank's place."""
         grid = Grid(self.groups.size(), self.members.size(), self.groups.rank(), self.members.rank())
-        assert (self.flat.size(), self.flat.rank()) == (grid.n, grid.rank), (self.flat, grid)
+        assert self.flat is None or (self.flat.size(), self.flat.rank()) == (grid.n, grid.rank), grid
         return grid
 
 

@@ -72,12 +72,14 @@ def statistics_groups(args: Namespace, level: Level) -> Groups:
 
 
 def paro_groups(args: Namespace) -> "Mapping[str, Group]":
-    """All process groups, by name: two communicators of each set, since both directions overlap."""
+    """The process groups in use, by name: two communicators of a set, since both directions overlap."""
     from megatron_ext.features import Group
     from megatron_ext.paro.strategy import Strategy
 
     found = {}
     for name, ranks in rank_lists(args).items():
+        if name == "flat" and args.paro_comm != "flat":
+            continue  # nothing goes over all ranks at once
         for direction in ("", "-grads"):
             key = f"paro-{name}{direction}"
             found[key] = Group(ranks, communicator=key)

@@ -108,12 +108,12 @@ def make_setup(flags: Namespace, registry: Any) -> Any:
         return make_lane(name, overlap=overlap, on_gpu=gpu)
 
     def collectives(direction: str, inter_dtype: str = flags.paro_inter_dtype, feature: str = "paro") -> Any:
-        names = ("members", "groups", "flat")
+        names = ("members", "groups", "flat") if flags.paro_comm == "flat" else ("members", "groups")
         groups = HybridGroups(*(registry[f"paro-{name}{direction}"] for name in names))
         return make_collectives(flags.paro_comm, groups, inter_dtype=inter_dtype, feature=feature)
 
-    flat, members = registry["paro-flat"], registry["paro-members"]
-    grid = Grid.of(flat.rank(), flat.size() // members.size(), members.size())
+    groups, members = registry["paro-groups"], registry["paro-members"]
+    grid = Grid(groups.size(), members.size(), groups.rank(), members.rank())
     return Setup(
         strategy=Strategy.parse(flags.paro_strategy),
         grid=grid,

@@ -87,8 +87,8 @@ def test_group_size_by_node(monkeypatch):
     assert only(paro_group_size=None) == (
         "--paro-strategy splits over the ranks of a node: with 3 ranks per node the groups do not have the "
         "same number of ranks on each node (2 on node 2 of the group [0, 1, 2, 3, 4, 5, 6, 7]; 3 on node 0 "
-        "of the group [0, 1, 2, 3, 4, 5, 6, 7]): choose parallel sizes that divide 3, or start the same number of "
-        "ranks on every node. Or set --paro-group-size."
+        "of the group [0, 1, 2, 3, 4, 5, 6, 7]): choose parallel sizes that divide 3, or start the same "
+        "number of ranks on every node. Or set --paro-group-size."
     )
 
 
@@ -318,10 +318,11 @@ def test_statistics_count_every_part_once(level, mapping):
 
 
 def test_every_set_of_ranks_has_two_communicators():
-    groups = paro_groups(arguments())
-    names = [f"paro-{name}{way}" for name in ("members", "groups", "flat") for way in ("", "-grads")]
-    assert sorted(groups) == sorted([*names, "paro-stats"])
-    assert len({groups[name].communicator for name in names}) == 6
+    for comm, sets in (("two-phase", ("members", "groups")), ("flat", ("members", "groups", "flat"))):
+        groups = paro_groups(arguments(paro_comm=comm))
+        names = [f"paro-{name}{way}" for name in sets for way in ("", "-grads")]
+        assert sorted(groups) == sorted([*names, "paro-stats"])
+        assert len({groups[name].communicator for name in names}) == 2 * len(sets)
     assert groups["paro-stats"].rank_lists == [tuple(range(8))]
     assert paro_groups(arguments(paro_strategy="III"))["paro-stats"].rank_lists == [
         (0, 1, 2, 3),
