@@ -123,8 +123,7 @@ def whole_parameters(args: Namespace) -> str | None:
     levels = _levels(args)
     if levels is None or levels.params is Level.N:
         return None
-    names = {**_READ_BETWEEN, "async_save": "--async-save"}
-    found = ", ".join(flag for name, flag in names.items() if _set(args, name))
+    found = ", ".join(flag for name, flag in _READ_BETWEEN.items() if _set(args, name))
     if not found:
         return None
     return (

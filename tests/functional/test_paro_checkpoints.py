@@ -225,6 +225,16 @@ def test_buffers_of_the_distributed_optimizer_are_refused(tmp_path):
     assert sorted(weights.losses()) == [2]
 
 
+def test_checkpoints_that_are_written_beside_training(tmp_path):
+    """Parts of split parameters are copies in host memory, so the steps that follow do not change them."""
+    save = ["--save", str(tmp_path / "ckpt"), "--save-interval", "3", "--async-save"]
+    straight = run(tmp_path / "a", "IIG", *AHEAD, *save, steps=6)
+    resume = ["--load", str(tmp_path / "ckpt"), "--ckpt-step", "3"]
+    second = run(tmp_path / "b", "IIG", *AHEAD, *resume, steps=6)
+    assert after(3, straight.losses()) == second.losses()
+    assert after(3, straight.grad_norms()) == second.grad_norms()
+
+
 KILLED = """
 import os, runpy, signal, sys
 from {module} import {name} as original

@@ -19,7 +19,6 @@ OTHERS = {
     **dict.fromkeys([*REFUSED, *READ_BETWEEN], None),
     "ckpt_format": "torch_dist",
     "optimizer": "adam",
-    "async_save": False,
     "overlap_param_gather": False,
     "use_tp_pp_dp_mapping": False,
     "vocab_parallel": "off",
@@ -168,7 +167,7 @@ def test_several_other_owners():
     assert "; --qk-clip scales" in found
 
 
-@pytest.mark.parametrize(("name", "flag"), [*READ_BETWEEN.items(), ("async_save", "--async-save")])
+@pytest.mark.parametrize(("name", "flag"), READ_BETWEEN.items())
 def test_readers_of_whole_parameters(name, flag):
     assert only(**{name: 1}) == (
         f"--paro-strategy IIG splits parameters, and {flag} {WHOLE}. Remove {flag}, or take a strategy that "
