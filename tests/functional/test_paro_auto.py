@@ -37,7 +37,7 @@ def test_ranks_that_choose_differently_stop(tmp_path):
     for rank in run.ranks:
         assert rank.exit_code != 0
         assert "PaRO is not the same on all ranks, so nothing was trained:" in rank.error
-        assert "--paro-strategy: NNG on ranks [0, 1, 3], GGG on ranks [2]" in rank.error
+        assert "--paro-strategy: NNG on ranks [0, 1, 3], GNG on ranks [2]" in rank.error
     assert not any(run.steps(rank) for rank in range(4))
 
 
