@@ -150,7 +150,20 @@ def context_parallel_attention(args: Namespace) -> str | None:
         return None
     return (
         f"--context-parallel-size {cp} needs attention over tokens of other ranks, which --transformer-impl "
-        "local does not have. Set --context-parallel-size 1, or use --transformer-impl transformer_engine."
+        "local does not have. Set --cp-comm-type wallfacer, --context-parallel-size 1, or use "
+        "--transformer-impl transformer_engine."
+    )
+
+
+def windows_need_zigzag(args: Namespace) -> str | None:
+    """A rank holds neighbouring tokens here; windows are counted in Megatron's zigzag order of tokens."""
+    cp, window = args.context_parallel_size, args.window_size
+    if cp == 1 or not window:
+        return None
+    return (
+        f"--window-size {window[0]},{window[1]} with --context-parallel-size {cp}: windows across ranks are "
+        "those of Megatron's zigzag order, and pictures are dealt out in neighbouring tokens. Remove "
+        "--window-size, or set --context-parallel-size 1."
     )
 
 
@@ -165,6 +178,7 @@ RULES: tuple[Callable[[Namespace], str | None], ...] = (
     shares_make_sense,
     stock_options_fit,
     context_parallel_attention,
+    windows_need_zigzag,
 )
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 OTHERS = (AttnMaskType.no_mask, AttnMaskType.padding)
+PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
+"""Of packed documents only: otherwise the padding would be in the mask, which is not read."""
 
 
 @dataclass
@@ -180,9 +182,7 @@ class WallFacerAttention(MegatronModule):
     ) -> dict[str, Any]:
         """Keyword arguments of `Rings.attend`."""
         causal = mask_type in CAUSAL
-        if mask_type not in CAUSAL + OTHERS or (
-            mask_type is AttnMaskType.padding and packed_seq_params is None
-        ):
+        if mask_type not in CAUSAL + OTHERS or (mask_type in PADDED and packed_seq_params is None):
             raise ValueError(
                 f"a mask of the type {mask_type.name}: WallFacer computes causal and bidirectional "
                 "attention, and padding only of packed documents"

@@ -275,7 +275,7 @@ def test_what_it_refuses():
     leaves, _ = own(case, setup)
     with pytest.raises(ValueError, match="attention bias"):
         module(*leaves, None, attention_bias=torch.zeros(1))
-    for mask in (AttnMaskType.arbitrary, AttnMaskType.padding):
+    for mask in (AttnMaskType.arbitrary, AttnMaskType.padding, AttnMaskType.padding_causal):
         with pytest.raises(ValueError, match=f"a mask of the type {mask.name}"):
             module(*leaves, None, attn_mask_type=mask)
     with pytest.raises(ValueError, match="reads thd alone"):

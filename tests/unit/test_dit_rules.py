@@ -20,6 +20,7 @@ STOCK = {
     "recompute_granularity": None,
     "recompute_modules": None,
     "seq_length": 16,
+    "window_size": None,
 }
 
 
@@ -56,6 +57,10 @@ REFUSED = [
     (
         {"context_parallel_size": 3, "cp_comm_type": ["wallfacer"]},
         "16 tokens a sample cannot be split evenly",
+    ),
+    (
+        {"context_parallel_size": 2, "cp_comm_type": ["wallfacer"], "window_size": (3, 0)},
+        "--window-size 3,0 with --context-parallel-size 2: windows across ranks are those of Megatron's",
     ),
     ({"dit_channels": 3}, "--dit-channels 3: digits have 1"),
     ({"dit_num_classes": 4}, "--dit-num-classes 4: digits have 10"),
