@@ -30,6 +30,7 @@ from megatron_ext.wallfacer import rules as wallfacer_rules
 from megatron_ext.wallfacer.config import WallfacerConfig
 from megatron_ext.wallfacer.install import (
     wallfacer_adjust,
+    wallfacer_agreement,
     wallfacer_describe,
     wallfacer_groups,
     wallfacer_patches,
@@ -230,6 +231,7 @@ FEATURES: tuple[Feature, ...] = (
         patches=wallfacer_patches,
         groups=wallfacer_groups,
         adjust=wallfacer_adjust,
+        agreement=wallfacer_agreement,
         describe=wallfacer_describe,
         checks=("bytes",),
         conflicts={

@@ -3,12 +3,13 @@
 import functools
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.hooks import bound
 from megatron_ext.layout import DEFAULT_ORDER, TP_PP_DP_ORDER, Groups, megatron_grid
 from megatron_ext.patching import Patch
+from megatron_ext.wallfacer.config import WallfacerConfig
 from megatron_ext.wallfacer.geometry import Geometry
 from megatron_ext.wallfacer.groups import rank_lists
 from megatron_ext.wallfacer.options import Options
@@ -39,6 +40,13 @@ def options_of(flags: Namespace) -> Options:
         grad_type=flags.wallfacer_grad_dtype,
         kernel=flags.wallfacer_kernel,
     )
+
+
+def wallfacer_agreement(args: Namespace) -> dict[str, object]:
+    """What ranks must agree on: `auto` reads a file, and what travels between ranks follows from all flags."""
+    flags = {field.name: getattr(args, field.name) for field in fields(WallfacerConfig)}
+    del flags["wallfacer_bandwidths"]  # how a choice was found does not matter, if it is the same
+    return {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
 
 
 def context_groups(args: Namespace) -> Groups:

@@ -1,7 +1,7 @@
 """`--wallfacer-team-size auto`: the planner's choice for a run, before any process group exists.
 
-Every rank plans from the same arguments and the same file, so all come to the same choice; a rank that did
-not would ask for other process groups, and the registry stops the job for that.
+Every rank plans for itself, from its arguments, its file of bandwidths and the number of ranks on its node;
+the launcher compares the choice over all ranks (`wallfacer_agreement`) and stops a job in which they differ.
 """
 
 import os

@@ -17,7 +17,7 @@ from megatron_ext.grads import assemble
 from megatron_ext.tools.grads import judge
 from megatron_ext.wallfacer.options import Options
 from megatron_ext.wallfacer.tiles import Mask
-from tests.functional.paro_runs import seed, stock
+from tests.functional.paro_runs import script, seed, stock
 from tests.functional.runs import LLAMA, MODEL, SCRIPT, Run, assert_close, data, merged, read_record, train
 from tests.functional.test_stock_parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP
 from tests.functional.wallfacer_runs import assert_ran, flags_of, like_stock
@@ -271,6 +271,32 @@ def test_auto(tmp_path):
     assert f"[megatron_ext] --wallfacer-team-size auto: {text}" in run.output
     options = Options(backward=said["backward"])
     assert_ran(run, 4, said["team_size"], said["kv_bundle"], order=said["order"], options=options)
+
+
+UNLIKE = """
+import os
+import megatron_ext.wallfacer.resolve as resolve
+
+chosen = resolve.chosen
+
+def other(candidate):
+    found = chosen(candidate)
+    if os.environ["RANK"] == "1":
+        found["wallfacer_backward"] = {"keys": "queries", "queries": "keys"}[found["wallfacer_backward"]]
+    return found
+
+resolve.chosen = other
+"""
+
+
+def test_ranks_that_choose_differently_stop(tmp_path):
+    """The groups are the same, and what is sent in them would not be."""
+    run = train(tmp_path, 2, *flags_of(2, "auto"), steps=2, check=False, script=script(UNLIKE), timeout=60)
+    for rank in run.ranks:
+        assert rank.exit_code != 0
+        assert "WallFacer is not the same on all ranks, so nothing was trained:" in rank.error
+        assert "--wallfacer-backward: " in rank.error
+    assert not any(run.steps(rank) for rank in range(2))
 
 
 # --- checkpoints -------------------------------------------------------------------------------------------
