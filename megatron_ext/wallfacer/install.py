@@ -43,7 +43,7 @@ def options_of(flags: Namespace) -> Options:
 
 
 def wallfacer_agreement(args: Namespace) -> dict[str, object]:
-    """What ranks must agree on: `auto` reads a file, and what travels between ranks follows from all flags."""
+    """What ranks must agree on: `auto` reads a file, and what is sent follows from all flags."""
     flags = {field.name: getattr(args, field.name) for field in fields(WallfacerConfig)}
     del flags["wallfacer_bandwidths"]  # how a choice was found does not matter, if it is the same
     return {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
