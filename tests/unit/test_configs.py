@@ -61,6 +61,7 @@ def parse(parser, monkeypatch):
     def parse_file(path: Path, world_size: int):
         args = parser.parse_args([*configfile.load(str(path)).argv, "--mock-data"])
         args.rank, args.world_size = 0, world_size
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # as torchrun sets it on a node of 8 GPUs
         on = features.enabled_features(args)
         assert rules.run(args, (*rules.base_rules(), *(rule for f in on for rule in f.rules))) == []
         assert features.conflicts(args, on) == []
