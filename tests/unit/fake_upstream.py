@@ -27,19 +27,24 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def first_on_path(*roots: Path) -> Iterator[None]:
-    """Put folders first on sys.path, with every loaded megatron module set aside until the end."""
+    """Put folders first on sys.path, with every loaded megatron module set aside until the end.
+
+    No bytecode is kept: a file that is written twice in a second would be taken for the first one.
+    """
 
     def loaded() -> list[str]:
         return [name for name in sys.modules if name == "megatron" or name.startswith("megatron.")]
 
     aside = {name: sys.modules.pop(name) for name in loaded()}
-    path = list(sys.path)
+    path, no_bytecode = list(sys.path), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     sys.path[:0] = [str(root) for root in roots]
     importlib.invalidate_caches()
     try:
         yield
     finally:
         sys.path[:] = path
+        sys.dont_write_bytecode = no_bytecode
         for name in loaded():
             del sys.modules[name]
         sys.modules.update(aside)

@@ -86,7 +86,7 @@ def test_it_is_a_subject_of_plan(capsys):
     assert plan.main(["paro", *PAPER]) == 0
     assert "Take " in capsys.readouterr().out
     assert plan.main([]) == 2
-    assert "Say one of layers, paro, wallfacer." in capsys.readouterr().err
+    assert "Say one of layers, linear3d, paro, wallfacer." in capsys.readouterr().err
     assert "plan" in cli.TOOLS
     assert "probe" in cli.TOOLS
 
