@@ -247,7 +247,10 @@ def test_subjects(capsys):
     assert plan.main([]) == 2
     assert "it is not said what to plan" in capsys.readouterr().err
     assert plan.main(["costs"]) == 2
-    assert "there is no plan for 'costs'. Say one of layers, linear3d, paro, wallfacer." in capsys.readouterr().err
+    assert (
+        "there is no plan for 'costs'. Say one of layers, linear3d, paro, wallfacer."
+        in capsys.readouterr().err
+    )
     assert plan.main(["layers", "--num-layers", "4", "-p", "2", "--layer-ms", "1", "--output-ms", "2"]) == 0
 
 
