@@ -382,10 +382,10 @@ def test_quickstart_starts_both_runs_from_one_seed(machine):
     machine.python("python3.12")
     done = machine.run("quickstart.sh")
     assert done.returncode == 0, done.stdout + done.stderr
-    data, seed, one, two, vocab, paro, compare = jobs(machine)
+    data, seed, one, two, vocab, v_half, linear3d, wallfacer, paro, compare = jobs(machine)
     assert data.startswith("-m megatron_ext data --input ")
     prefix = re.search(r"--output (\S+)", data)[1]
-    for job in (seed, one, two, vocab, paro):
+    for job in (seed, one, two, vocab, v_half, linear3d, wallfacer, paro):
         assert f"--data-path {prefix}_text_document " in job
         assert f"--tokenizer-model {prefix}.model " in job
     assert "--iterations-to-skip 1 --save runs/quickstart/seed " in seed
@@ -396,6 +396,12 @@ def test_quickstart_starts_both_runs_from_one_seed(machine):
     assert two.endswith(f"{load}--pipeline-model-parallel-size 2 --ext-report runs/quickstart/pp2")
     assert f"{load}--pipeline-model-parallel-size 2 --vocab-parallel vocab-2 " in vocab
     assert vocab.endswith("--ext-report runs/quickstart/pp2-vocab")
+    assert (
+        f"{load}--pipeline-model-parallel-size 2 --vocab-parallel vocab-2 --pipeline-schedule v-half "
+        in v_half
+    )
+    assert f"{load}--tensor-model-parallel-size 4 --linear-3d 2 1 2 " in linear3d
+    assert f"{load}--context-parallel-size 2 --cp-comm-type wallfacer --wallfacer-team-size 2 " in wallfacer
     assert f"{load}--paro-strategy IIG --paro-group-size 2 " in paro
     assert "--nproc-per-node 4 " in paro
     folders = " ".join(f"runs/quickstart/{name}" for name in ("pp1", "pp2", "pp2-vocab", "dp4-paro"))
