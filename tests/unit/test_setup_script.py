@@ -378,7 +378,10 @@ def jobs(machine) -> list[str]:
     return [line for line in machine.calls_file.read_text().splitlines() if line.startswith("-m")]
 
 
-def test_quickstart_starts_both_runs_from_one_seed(machine):
+ALL_RUNS = ("pp1", "pp2", "pp2-vocab", "pp2-v-half", "tp4-linear3d", "cp2-wallfacer", "dp4-paro")
+
+
+def test_quickstart_starts_all_runs_from_one_seed(machine):
     machine.python("python3.12")
     done = machine.run("quickstart.sh")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -404,7 +407,7 @@ def test_quickstart_starts_both_runs_from_one_seed(machine):
     assert f"{load}--context-parallel-size 2 --cp-comm-type wallfacer --wallfacer-team-size 2 " in wallfacer
     assert f"{load}--paro-strategy IIG --paro-group-size 2 " in paro
     assert "--nproc-per-node 4 " in paro
-    folders = " ".join(f"runs/quickstart/{name}" for name in ("pp1", "pp2", "pp2-vocab", "dp4-paro"))
+    folders = " ".join(f"runs/quickstart/{name}" for name in ALL_RUNS)
     assert compare.startswith(f"-m megatron_ext compare {folders} ")
 
 
