@@ -188,13 +188,6 @@ def test_names_are_unique():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("feature", [f for f in FEATURES if f.status == "planned"], ids=lambda f: f.name)
-def test_planned_features_bring_nothing(feature):
-    assert feature.config is None
-    assert feature.patches(None) == []
-    assert (feature.rules, feature.checks, feature.stock_flags, feature.doc) == ((), (), (), None)
-
-
 def test_ready_features_say_what_they_compose_with():
     ready = [f for f in FEATURES if f.status == "ready"]
     for feature in ready:
