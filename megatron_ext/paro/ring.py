@@ -27,7 +27,7 @@ class Hops:
 
     def __init__(self, group: ProcessGroup, feature: str, *, paired: bool):
         self.rank, self.size = group.rank(), group.size()
-        self._group, self._feature, self._paired = group, feature, paired
+        self._group, self._feature, self.paired = group, feature, paired
         self._next, self._previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self._buffers: Sequence[Tensor] = ()
         self._received: list[list[Work]] = []
@@ -36,12 +36,12 @@ class Hops:
     def expect(self, buffers: Sequence[Tensor]) -> None:
         """Where transfer number i is to be received."""
         self._buffers = buffers
-        if not self._paired:
+        if not self.paired:
             self._received = [[self._receive(number)] for number in range(len(buffers))]
 
     def send(self, number: int, tensor: Tensor) -> None:
         """Start to send, in the order of the numbers; the tensor must stay as it is until `finish`."""
-        if not self._paired:
+        if not self.paired:
             to = {"group_dst": self._next, "group": self._group, "feature": self._feature}
             self._sent.append(traffic.isend(tensor, tag=number, **to))
             return
@@ -75,12 +75,14 @@ def ring_all_gather(hops: Hops, lane: Lane, wire: Wire, spread: Callable[[int, i
     """
     p, i, pieces = hops.size, hops.rank, wire.pieces
 
-    def begin() -> None:
-        hops.expect([wire.incoming((i - 1 - turn) % p, c) for turn in range(p - 1) for c in range(pieces)])
-        for c in range(pieces):
-            outgoing = wire.outgoing(c)
-            if p > 1:
-                hops.send(c, outgoing)
+    def start(c: int) -> None:
+        if c == 0:
+            hops.expect(
+                [wire.incoming((i - 1 - turn) % p, c) for turn in range(p - 1) for c in range(pieces)]
+            )
+        outgoing = wire.outgoing(c)
+        if p > 1:
+            hops.send(c, outgoing)
 
     def arrive(turn: int, c: int) -> None:
         number, block = turn * pieces + c, (i - 1 - turn) % p
@@ -89,14 +91,20 @@ def ring_all_gather(hops: Hops, lane: Lane, wire: Wire, spread: Callable[[int, i
             hops.send(number + pieces, wire.incoming(block, c))
         wire.land(block, c)
 
-    arrivals = [lane.submit(begin)] * pieces
-    for turn in range(p - 1):
-        arrivals += [lane.submit(partial(arrive, turn, c)) for c in range(pieces)]
-    lane.submit(hops.finish)
-    for number, ticket in enumerate(arrivals):
+    tasks = [partial(start, c) for c in range(pieces)]
+    tasks += [partial(arrive, turn, c) for turn in range(p - 1) for c in range(pieces)]
+    # CUDA starts kernels in the order of submission where a process has one hardware queue
+    # (CUDA_DEVICE_MAX_CONNECTIONS=1), so hops that wait for one another must not stand before what runs
+    # beside them: one hop ahead of what is spread, submitted before it since a stream lane starts behind the
+    # caller's work so far. A thread is given everything at once and never waits for the caller.
+    ahead = 2 if hops.paired else len(tasks)
+    tickets: list[Ticket] = []
+    for number in range(len(tasks)):
+        tickets += [lane.submit(task) for task in tasks[len(tickets) : number + ahead]]
         turn, c = divmod(number, pieces)
-        ticket.wait()
+        tickets[number].wait()
         spread((i - turn) % p, c)
+    lane.submit(hops.finish)
     lane.drain()
 
 

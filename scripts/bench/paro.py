@@ -9,6 +9,7 @@ cases run in turn, round by round, so ratios are within one run; times depend on
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -100,25 +101,35 @@ def main() -> int:
 
 
 def run_once(
-    args: argparse.Namespace, lab: Lab, nodes: int, flags: list[str], trained: str | None, tag: str
+    args: argparse.Namespace,
+    lab: Lab,
+    nodes: int,
+    flags: list[str],
+    trained: str | None,
+    tag: str,
+    *,
+    count: bool = True,
 ) -> dict:
-    """One job: step times, losses, memory, and bytes that the nodes' NICs sent for the timed steps."""
-    before_all = lab.counters()
-    warm = job(args, lab, nodes, flags, trained, f"{tag}-warm", WARM)
-    between = lab.counters()
+    """One job: step times, losses, memory; with `count` what a node's NIC sent in a timed step (MiB).
+
+    The bytes of start and untimed steps are those of a second, shorter job, and are taken off.
+    """
+    counters = [lab.counters()]
     lines = job(args, lab, nodes, flags, trained, tag, WARM + args.steps)
-    after = lab.counters()
-    assert warm[0][-1]["step"] == WARM
+    counters.append(lab.counters())
+    if count:
+        job(args, lab, nodes, flags, trained, f"{tag}-warm", WARM)
+        counters.append(lab.counters())
     sent = [
         sum(found["nic"].tx_bytes for found in difference(later, earlier))
-        for later, earlier in ((after, between), (between, before_all))
+        for earlier, later in itertools.pairwise(counters)
     ]
     steps = [[line for line in rank if line["event"] == "step"] for rank in lines]
     times = [max(rank[i]["step_time_s"] for rank in steps) for i in range(WARM, WARM + args.steps)]
     return {
         "seconds": statistics.median(times),
         "loss": next(line["loss"] for rank in steps for line in rank[-1:] if "loss" in line),
-        "nic": (sent[0] - sent[1]) / args.steps / nodes,
+        "nic": (sent[0] - sent[1]) / args.steps / nodes / 2**20 if count else None,
         "tokens": steps[0][-1]["tokens"],
         "paro": steps[0][-1].get("paro"),
         "kept": max(sum(rank[-1]["paro"]["bytes"].values()) for rank in steps)
@@ -210,7 +221,9 @@ def run_train(args: argparse.Namespace) -> int:
         for number in range(args.rounds):
             for name, (flags, trained) in cases.items():
                 print(f"round {number + 1} of {args.rounds}: {name}", flush=True)
-                found[name].append(run_once(args, lab, args.nodes, flags, trained, f"{name}-{number}"))
+                tag = f"{name}-{number}"
+                run = run_once(args, lab, args.nodes, flags, trained, tag, count=number == 0)
+                found[name].append(run)
     rows = [row(args, name, runs, found, compute) for name, runs in found.items()]
     summary = {"compute s/step": compute, "spearman": spearman(rows), "losses": losses(found)}
     write(args, rows, COLUMNS, summary)
@@ -221,7 +234,8 @@ def unlimited(args: argparse.Namespace) -> float:
     """Seconds of a step with nothing split on links without limits: compute, and what every case has."""
     with Lab(args.nodes, Links(parse_rate("20gbit"))) as lab:
         return statistics.median(
-            run_once(args, lab, args.nodes, paro("NNN"), None, f"compute-{i}")["seconds"] for i in range(3)
+            run_once(args, lab, args.nodes, paro("NNN"), None, f"compute-{i}", count=False)["seconds"]
+            for i in range(3)
         )
 
 
@@ -235,7 +249,7 @@ def row(args: argparse.Namespace, name: str, runs: list[dict], found: dict, comp
         "s/step": round(seconds, 3),
         "spread": f"{min(times):.2f} to {max(times):.2f}",
         "over NNG flat": round(statistics.median(r["seconds"] for r in base) / seconds, 2) if base else None,
-        "NIC MiB/step": round(statistics.median(run["nic"] for run in runs) / 2**20, 1),
+        "NIC MiB/step": round(runs[0]["nic"], 1),
         "kept MiB/rank": round(runs[0]["kept"] / 2**20, 1) if runs[0]["kept"] else None,
         "modelled s/step": modelled(args, name, runs[0], compute),
     }
@@ -319,7 +333,8 @@ def run_scaling(args: argparse.Namespace) -> int:
             for number in range(args.rounds):
                 for name in SCALED:
                     print(f"{nodes} nodes, round {number + 1} of {args.rounds}: {name}", flush=True)
-                    run = run_once(args, lab, nodes, paro(*name.split()), None, f"{name}-{nodes}-{number}")
+                    tag = f"{name}-{nodes}-{number}"
+                    run = run_once(args, lab, nodes, paro(*name.split()), None, tag, count=False)
                     speed = run["tokens"] / run["seconds"] / nodes / args.ranks_per_node
                     found.setdefault((name, nodes), []).append(speed)
     rows = []

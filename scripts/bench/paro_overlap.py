@@ -77,7 +77,7 @@ def times(
     args: argparse.Namespace, lab: Lab, strategy: str, flags: list[str], tag: str
 ) -> tuple[float, dict]:
     """Median seconds of a step, and what the record says of the strategy."""
-    run = run_once(args, lab, args.nodes, [*paro(strategy), *flags], None, tag)
+    run = run_once(args, lab, args.nodes, [*paro(strategy), *flags], None, tag, count=False)
     return run["seconds"], run["paro"]
 
 
