@@ -60,9 +60,14 @@ def case_table(nodes: int) -> dict[str, dict[str, tuple[list[str], str | None]]]
     ours = {f"{name} two-phase": (paro(name), None) for name in NAMES}
     ring = {f"{name} ho-ring": (paro(name, "ho-ring"), None) for name in ("NNG", "NIG", "IIG", "GGG")}
     partial = {
-        f"{name} two-phase, {what}": (paro(name), pattern)
+        f"{name}, {what}": (flags, pattern)
         for what, pattern in FROZEN.items()
-        for name in ("NNG", "NIG", "ING", "IIG", "III", "GGG")
+        for name, flags in (
+            ("stock distributed optimizer", DISTOPT),
+            ("NNG flat", paro("NNG", "flat")),
+            ("GGG flat", paro("GGG", "flat")),
+            *((f"{name} two-phase", paro(name)) for name in ("NNG", "NIG", "ING", "IIG", "III", "GGG")),
+        )
     }
     table = stock | ours | ring
     compared = ("NNG flat (stock's algorithm, efficient reduce-scatter)", "GGG flat (ZeRO-3)")
@@ -216,7 +221,9 @@ def run_train(args: argparse.Namespace) -> int:
     """The table of all cases."""
     cases = case_table(args.nodes)[args.cases]
     found: dict[str, list[dict]] = {name: [] for name in cases}
-    compute = unlimited(args)
+    compute = {
+        trained: unlimited(args, trained) for trained in dict.fromkeys(each[1] for each in cases.values())
+    }
     with Lab(args.nodes, links(args)) as lab:
         for number in range(args.rounds):
             for name, (flags, trained) in cases.items():
@@ -224,23 +231,28 @@ def run_train(args: argparse.Namespace) -> int:
                 tag = f"{name}-{number}"
                 run = run_once(args, lab, args.nodes, flags, trained, tag, count=number == 0)
                 found[name].append(run)
-    rows = [row(args, name, runs, found, compute) for name, runs in found.items()]
-    summary = {"compute s/step": compute, "spearman": spearman(rows), "losses": losses(found)}
+    rows = []
+    for name, (_, trained) in cases.items():
+        same = {other: found[other] for other, (_, others) in cases.items() if others == trained}
+        rows.append(row(args, name, same, compute[trained]))
+    summary = {"compute s/step": [round(seconds, 3) for seconds in compute.values()]}
+    summary |= {"spearman": spearman(rows), "choice": choice(rows), "losses": losses(found)}
     write(args, rows, COLUMNS, summary)
     return 0
 
 
-def unlimited(args: argparse.Namespace) -> float:
+def unlimited(args: argparse.Namespace, trained: str | None) -> float:
     """Seconds of a step with nothing split on links without limits: compute, and what every case has."""
     with Lab(args.nodes, Links(parse_rate("20gbit"))) as lab:
         return statistics.median(
-            run_once(args, lab, args.nodes, paro("NNN"), None, f"compute-{i}", count=False)["seconds"]
+            run_once(args, lab, args.nodes, paro("NNN"), trained, f"compute-{i}", count=False)["seconds"]
             for i in range(3)
         )
 
 
-def row(args: argparse.Namespace, name: str, runs: list[dict], found: dict, compute: float) -> dict:
-    """One case: medians, and its ratio to the baseline."""
+def row(args: argparse.Namespace, name: str, found: dict[str, list[dict]], compute: float) -> dict:
+    """One case: medians, and its ratio to the baseline that trains the same."""
+    runs = found[name]
     times = [run["seconds"] for run in runs]
     seconds = statistics.median(times)
     base = next((value for key, value in found.items() if key.startswith("NNG flat")), None)
@@ -310,6 +322,17 @@ def spearman(rows: list[dict]) -> float | None:
         return [statistics.mean(i for i, other in enumerate(ordered) if other == value) for value in values]
 
     return round(statistics.correlation(*(ranks(list(values)) for values in zip(*pairs, strict=True))), 3)
+
+
+def choice(rows: list[dict]) -> str | None:
+    """How far the case of the shortest modelled step is from the fastest one of those that are modelled."""
+    ours = [found for found in rows if found["modelled s/step"] is not None]
+    if not ours:
+        return None
+    chosen = min(ours, key=lambda found: found["modelled s/step"])
+    fastest = min(ours, key=lambda found: found["s/step"])
+    ratio = chosen["s/step"] / fastest["s/step"]
+    return f"{chosen['case']}, {ratio:.2f} times the fastest, {fastest['case']}"
 
 
 def losses(found: dict[str, list[dict]]) -> str:
