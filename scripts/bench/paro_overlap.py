@@ -13,7 +13,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from paro import DISTOPT, Lab, Links, paro, parse_rate, preload, run_once, units_of
+from paro import DISTOPT, Lab, Links, paro, parse_rate, preload, units_of
+from paro_job import run_once
 
 OVERLAP = [*DISTOPT, "--overlap-grad-reduce", "--overlap-param-gather"]
 FORWARD = 1 / 3
