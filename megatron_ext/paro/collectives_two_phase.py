@@ -33,11 +33,22 @@ def ordered_sum(rows: Tensor) -> Tensor:
     return total
 
 
+def all_gather(output: Tensor, input: Tensor, group: ProcessGroup, feature: str) -> None:
+    """Every rank's `input` in `output`."""
+    gather = traffic.all_gather_into_tensor if input.is_cuda else traffic.posted_all_gather
+    gather(output, input, group=group, feature=feature)
+
+
+def all_to_all(output: Tensor, input: Tensor, group: ProcessGroup, feature: str) -> None:
+    """One part of `input` to every rank."""
+    exchange = traffic.all_to_all_single if input.is_cuda else traffic.posted_all_to_all
+    exchange(output, input, group=group, feature=feature)
+
+
 def gather_parts(flat: Tensor, group: ProcessGroup, feature: str) -> None:
     """Fill `flat` from every rank's part of it."""
     if group.size() > 1:
-        own = flat.view(group.size(), -1)[group.rank()]
-        traffic.all_gather_into_tensor(flat, own, group=group, feature=feature)
+        all_gather(flat, flat.view(group.size(), -1)[group.rank()], group, feature)
 
 
 def sum_parts(flat: Tensor, group: ProcessGroup, feature: str) -> None:
@@ -52,7 +63,7 @@ def sum_parts(flat: Tensor, group: ProcessGroup, feature: str) -> None:
         traffic.reduce_scatter_tensor(own, flat, group=group, feature=feature)
         return
     received = torch.empty_like(flat)
-    traffic.all_to_all_single(received, flat, group=group, feature=feature)
+    all_to_all(received, flat, group, feature)
     own.copy_(ordered_sum(received.view(group.size(), -1)))
 
 
@@ -61,7 +72,7 @@ def gather_parts_int8(part: Tensor, coded: Quantised, group: ProcessGroup, featu
     rows = part.view(group.size(), -1)
     wires = torch.empty((group.size(), wire_bytes(rows.shape[1])), dtype=torch.uint8, device=part.device)
     encode(coded.values, out=wires[group.rank()])
-    traffic.all_gather_into_tensor(wires.view(-1), wires[group.rank()], group=group, feature=feature)
+    all_gather(wires.view(-1), wires[group.rank()], group, feature)
     for row, wire in zip(rows, wires, strict=True):
         put(row, wire, coded.add)
 
@@ -78,7 +89,7 @@ def sum_parts_int8(part: Tensor, group: ProcessGroup, feature: str) -> None:
         else:
             wires[other].zero_()
     received = torch.empty_like(wires)
-    traffic.all_to_all_single(received.view(-1), wires.view(-1), group=group, feature=feature)
+    all_to_all(received.view(-1), wires.view(-1), group, feature)
     total = torch.zeros(numel, dtype=torch.float32, device=part.device)
     for other in range(size):
         total += rows[rank] if other == rank else decode(received[other], numel)

@@ -105,6 +105,18 @@ def cases(p, r):
             [("all_to_all", (p - 1) * 8, 1)],
         ),
         (
+            "posted_all_gather",
+            lambda: dist.all_gather_into_tensor(floats(3 * p), floats(3), async_op=True),
+            lambda: traffic.posted_all_gather(floats(3 * p), floats(3), **us),
+            [("all_gather", (p - 1) * 12, 1)],
+        ),
+        (
+            "posted_all_to_all",
+            lambda: dist.all_to_all_single(floats(2 * p), floats(2 * p), async_op=True),
+            lambda: traffic.posted_all_to_all(floats(2 * p), floats(2 * p), **us),
+            [("all_to_all", (p - 1) * 8, 1)],
+        ),
+        (
             "broadcast from the last",
             lambda: dist.broadcast(floats(3), src=last),
             lambda: traffic.broadcast(floats(3), group_src=last, **us),
@@ -198,6 +210,29 @@ def test_our_calls_are_counted_exactly_and_once(size):
                 counter.stop()
                 assert stock_ledger.drain() == [], name
                 assert rows(traffic.ledger(), FEATURE) == expected, name
+
+    on(size, body)
+
+
+@SIZES
+def test_posted_collectives_are_those_of_torch(size):
+    def body():
+        p, r = place()
+        us = {"group": dist.group.WORLD, "feature": FEATURE}
+        for _ in range(3):  # a message must not be taken for that of another call
+            mine = torch.randn(p * 5)
+            expected = torch.empty_like(mine)
+            found = torch.empty_like(mine)
+            dist.all_to_all_single(expected, mine)
+            traffic.posted_all_to_all(found, mine, **us)
+            assert torch.equal(found, expected)
+            gathered = torch.empty(p, 5)
+            dist.all_gather_into_tensor(gathered.view(-1), mine[:5])
+            in_place = torch.zeros(p, 5)
+            in_place[r] = mine[:5]
+            for output, part in ((torch.zeros(p, 5), mine[:5]), (in_place, in_place[r])):
+                traffic.posted_all_gather(output, part, **us)
+                assert torch.equal(output, gathered)
 
     on(size, body)
 
