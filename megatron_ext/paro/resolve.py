@@ -30,12 +30,13 @@ def resolve(args: Namespace, flags: Namespace) -> None:
     from megatron_ext.paro.auto import situation_of_run
     from megatron_ext.paro.planner import choose
     from megatron_ext.record import on_gpu
+    from megatron_ext.vocab.memory_description import with_vocabulary
 
     gpu = on_gpu()
     n, m = len(data_parallel_groups(args)[0]), group_size(args)
     network, source = _network(flags, n // m, m, gpu)
     situation = situation_of_run(
-        _with_vocabulary(args),
+        with_vocabulary(args, "--paro-strategy auto cannot plan; or give a strategy"),
         flags,
         k=n // m,
         m=m,
@@ -50,20 +51,6 @@ def resolve(args: Namespace, flags: Namespace) -> None:
         print(
             f"[megatron_ext] --paro-strategy auto: {name} ({source}): {reason}.", file=sys.stderr, flush=True
         )
-
-
-def _with_vocabulary(args: Namespace) -> Namespace:
-    """The arguments with a padded vocabulary, which Megatron knows only when the tokenizer is built."""
-    if args.padded_vocab_size:
-        return args
-    if args.vocab_size is None:
-        raise ValueError(
-            "--paro-strategy auto plans before there is a tokenizer and does not know the vocabulary's size. "
-            "Give --vocab-size too, or a strategy."
-        )
-    step = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    padded = -(-args.vocab_size // step) * step
-    return Namespace(**{**vars(args), "padded_vocab_size": padded})
 
 
 def candidates(flags: Namespace) -> tuple[Strategy, ...]:

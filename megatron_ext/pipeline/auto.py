@@ -1,10 +1,21 @@
-"""--pipeline-schedule auto: the search of schedules/search.py for this job."""
+"""--pipeline-schedule auto: the search of schedules/search.py for this job.
+
+The limit is one of memory, in microbatches of a rank's layers. What passes leave for later ones counts, by the
+plan of vocab/memory_model.py: activations, what B leaves for W, a stock cross entropy's softmax, and what
+vocabulary passes keep.
+"""
 
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
 
+from megatron_ext.schedules.build import build
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.schedules.families import FAMILIES
-from megatron_ext.schedules.search import search, trade_off
+from megatron_ext.schedules.lower import Program, lower
+from megatron_ext.schedules.search import Measure, activations, search, trade_off
+from megatron_ext.vocab.memory_description import Description, model_description, with_vocabulary
+from megatron_ext.vocab.memory_model import held_microbatches
 
 
 def resolve(args: Namespace, flags: Namespace) -> None:
@@ -13,20 +24,22 @@ def resolve(args: Namespace, flags: Namespace) -> None:
     Raises:
         ValueError: none fits into the memory limit.
     """
-    p = args.pipeline_model_parallel_size
+    from megatron_ext.record import on_gpu
+
+    p, vocab = args.pipeline_model_parallel_size, flags.vocab_parallel
     m = max(1, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
-    path = flags.pipeline_costs or (flags.vocab_costs if flags.vocab_parallel != "off" else None)
+    path = flags.pipeline_costs or (flags.vocab_costs if vocab != "off" else None)
     costs = Costs.read(path) if path else Costs()
-    limit = flags.pipeline_memory_limit or float(p)
+    measure, counted = measure_of(args, flags, on_gpu())
+    limit = flags.pipeline_memory_limit or default_limit(p, m, vocab, measure)
     even = args.num_layers % (2 * p) == 0
     names = [name for name, family in FAMILIES.items() if even or family.chunks == 1]
-    found = search(p, m, costs, vocab=flags.vocab_parallel, limit=limit, pipelines=names)
+    found = search(p, m, costs, vocab=vocab, limit=limit, pipelines=names, measure=measure)
     best = found[0].recipe
     if args.rank == 0:
         print(
             f"[megatron_ext] schedules of {p} pipeline ranks and {m} microbatches that hold at most "
-            f"{limit:g} "
-            f"microbatches, vocabulary {flags.vocab_parallel}:\n{trade_off(found)}\n"
+            f"{limit:.4g} microbatches, vocabulary {vocab}; {counted}:\n{trade_off(found)}\n"
             f"[megatron_ext] --pipeline-schedule auto: {best}",
             flush=True,
         )
@@ -34,3 +47,28 @@ def resolve(args: Namespace, flags: Namespace) -> None:
     flags.pipeline_recipe = best
     if best.pipeline == "interleaved":
         args.virtual_pipeline_model_parallel_size = best.chunks
+
+
+def default_limit(p: int, m: int, vocab: str, measure: Measure) -> float:
+    """What 1F1B holds: p microbatches, or more where something else is larger than activations."""
+    return max(float(p), measure(lower(build(p, min(m, 4 * p), vocab=vocab))))
+
+
+def measure_of(args: Namespace, flags: Namespace, gpu: bool) -> tuple[Measure, str]:
+    """How the memory of a program counts, and what to say about it."""
+    try:
+        described = with_vocabulary(args, "the memory of logits cannot be planned")
+        d = model_description(described, gpu=gpu, vocab=flags)
+    except ValueError as reason:
+        return activations, f"only activations count, since there is no plan of the rest: {reason}"
+    return planned(d), "activations, what B leaves for W, and what vocabulary passes keep all count"
+
+
+def planned(d: Description) -> Callable[[Program], float]:
+    """The measure by the memory model."""
+
+    def measure(program: Program) -> float:
+        schedule = program.schedule
+        return held_microbatches(replace(d, schedule=schedule.pipeline, chunks=schedule.chunks), program)
+
+    return measure

@@ -171,7 +171,7 @@ class PipelineSchedule:
         """Fields of a `Job`."""
         place = self.plan.place(self._pipe.size())
         if self._weights is not None:
-            self._weights.kept = _shared_weights(models)
+            self._weights.kept = _weights_of_b(models)
         half = [module for model in models if (module := half_module(model)) is not None]
         if place.vee:
             for module in half:
@@ -389,13 +389,18 @@ def device_of_model(job: Job) -> torch.device:
     return torch.device("cpu")
 
 
-def _shared_weights(models: list[Any]) -> set[int]:
-    """Ids of weights that the embedding and the output layer of this rank share: autograd adds both up."""
+def _weights_of_b(models: list[Any]) -> set[int]:
+    """Ids of weights whose gradients are made in B.
+
+    Those of the embedding, since autograd adds up what embedding and output layer give where they share it.
+    And the output layer's: what it would leave for W is the gradient of a microbatch's whole logits.
+    """
     found = set()
     for model in models:
         inner = unwrap_model(model)
-        embedding = getattr(inner, "embedding", None)
-        weight = getattr(getattr(embedding, "word_embeddings", None), "weight", None)
-        if weight is not None:
-            found.add(id(weight))
+        embedding = getattr(getattr(inner, "embedding", None), "word_embeddings", None)
+        for layer in (embedding, getattr(inner, "output_layer", None)):
+            weight = getattr(layer, "weight", None)
+            if weight is not None:
+                found.add(id(weight))
     return found

@@ -7,9 +7,10 @@ gloo's blocking calls release the interpreter lock. `InlineLane` runs at once an
     result = ticket.wait()                      # on a GPU only the current stream waits
 """
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -38,9 +39,22 @@ class Lane(Protocol):
 class Clock:
     """Collects spans (lane, name, start, end) of one traced step; None is passed where nothing is traced."""
 
-    def __init__(self, now: Callable[[], Any]):
+    def __init__(self, now: Callable[[], Any], cpu: Callable[[], float] | None = None):
         self.now = now
         self.spans: list[tuple[str, str, Any, Any]] = []
+        self.cpu: dict[str, float] = {}
+        """Seconds of processor time by compute pass, where `cpu` tells the time of the calling thread: other
+        processes of a busy machine do not count."""
+        self._cpu = cpu
+
+    @contextlib.contextmanager
+    def computing(self, name: str) -> Iterator[None]:
+        """The span of a compute pass."""
+        start, cpu = self.now(), self._cpu() if self._cpu else 0.0
+        yield
+        if self._cpu:
+            self.cpu[name] = self._cpu() - cpu
+        self.add("compute", name, start, self.now())
 
     def add(self, lane: str, name: str, start: Any, end: Any) -> None:
         """One finished span; appending is atomic, so lanes need no lock."""

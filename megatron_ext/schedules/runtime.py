@@ -89,9 +89,8 @@ class Runtime:
         if self._clock is None:
             passes.compute(action)
             return
-        start = self._clock.now()
-        passes.compute(action)
-        self._clock.add("compute", str(action), start, self._clock.now())
+        with self._clock.computing(str(action)):
+            passes.compute(action)
 
 
 COLLECTIVES: frozenset[str] = frozenset(("e", "C0", "C1", "C2", "C3", "G", "g"))

@@ -9,14 +9,14 @@ order of `build.ORDERS`, list-scheduled ones included. They are compared by simu
 microbatches, and the best of them with all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import floor
 
 from megatron_ext.schedules.build import ORDERS, Schedule, build_order, chunks_of
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.schedules.families import FAMILIES, family, make_block
-from megatron_ext.schedules.lower import Stuck, lower
+from megatron_ext.schedules.lower import Program, Stuck, lower
 from megatron_ext.schedules.simulate import simulate
 
 FEW = 4
@@ -56,7 +56,17 @@ class Candidate:
     bubble: float
     """Share of the makespan in which ranks do not compute, averaged over them."""
     memory: float
-    """Activations held at most on any rank, in microbatches of its layers."""
+    """Held at most on any rank, in microbatches of its layers: what `Measure` says."""
+
+
+Measure = Callable[[Program], float]
+"""Memory of a program, in microbatches of a rank's layers."""
+
+
+def activations(program: Program) -> float:
+    """The default measure: chunk activations that the fullest rank holds, from F to B or to W."""
+    schedule = program.schedule
+    return max(schedule.in_flight(rank) for rank in range(schedule.p)) / schedule.chunks
 
 
 def search(
@@ -68,11 +78,12 @@ def search(
     limit: float,
     pipelines: Iterable[str] = tuple(FAMILIES),
     chunks: Sequence[int] = (2,),
+    measure: Measure = activations,
 ) -> list[Candidate]:
     """Candidates of `m` microbatches on `p` ranks that hold at most `limit` microbatches, the fastest first.
 
-    `chunks` are the numbers of chunks to try where a pipeline leaves that open. Those behind the first few
-    were only compared with few microbatches and are left out.
+    `chunks` are the numbers of chunks to try where a pipeline leaves that open. `measure` says what a program
+    holds. Those behind the first few were only compared with few microbatches and are left out.
 
     Raises:
         ValueError: nothing fits into the limit, or costs of another number of ranks.
@@ -80,13 +91,11 @@ def search(
     costs.check(p)
     few = min(m, FEW * p)
     recipes = [recipe for name in pipelines for recipe in _recipes(name, p, few, costs, vocab, limit, chunks)]
-    found = [candidate for recipe in recipes if (candidate := _simulated(recipe, p, few, costs, vocab))]
-    found = [candidate for candidate in found if candidate.memory <= limit + 1e-9]
+    every = [c for recipe in recipes if (c := _simulated(recipe, p, few, costs, vocab, measure))]
+    found = [candidate for candidate in every if candidate.memory <= limit + 1e-9]
     if not found:
-        least = min(
-            _most(name, p, m, chunks_of(name), vocab, costs) / chunks_of(name)
-            for name in pipelines
-            if vocab in family(name).modes
+        least = (
+            min(candidate.memory for candidate in every) if every else _least(p, m, costs, vocab, pipelines)
         )
         raise ValueError(
             f"no pipeline schedule of {p} ranks with vocabulary {vocab} holds only {limit:g} "
@@ -95,8 +104,9 @@ def search(
         )
     found.sort(key=_rank)
     if few < m:
-        ahead = {candidate.recipe for candidate in (*found[:FINALISTS], *pareto(found))}
-        found = [candidate for recipe in ahead if (candidate := _simulated(recipe, p, m, costs, vocab))]
+        # In this order, not in that of a set: all ranks must choose the same one of equals.
+        ahead = dict.fromkeys(candidate.recipe for candidate in (*found[:FINALISTS], *pareto(found)))
+        found = [c for recipe in ahead if (c := _simulated(recipe, p, m, costs, vocab, measure))]
     return sorted((c for c in found if c.memory <= limit + 1e-9), key=_rank)
 
 
@@ -138,6 +148,12 @@ def _recipes(
     return found
 
 
+def _least(p: int, m: int, costs: Costs, vocab: str, pipelines: Iterable[str]) -> float:
+    """Microbatches that the pipeline with the fewest holds by itself."""
+    names = [name for name in pipelines if vocab in family(name).modes]
+    return min(_most(name, p, m, chunks_of(name), vocab, costs) / chunks_of(name) for name in names)
+
+
 def _most(name: str, p: int, m: int, chunks: int, vocab: str, costs: Costs) -> int:
     """Chunk activations that a pipeline holds by itself, on the rank that holds most."""
     block = make_block(name, p, chunks, vocab, costs)
@@ -157,17 +173,14 @@ def _extras(chunks: int, left: int) -> list[tuple[int, ...]]:
     return [(), *((left - share, share) for share in shares)]
 
 
-def _simulated(recipe: Recipe, p: int, m: int, costs: Costs, vocab: str) -> Candidate | None:
-    schedule = recipe.build(p, m, vocab, costs)
+def _simulated(
+    recipe: Recipe, p: int, m: int, costs: Costs, vocab: str, measure: Measure
+) -> Candidate | None:
     try:
-        timeline = simulate(lower(schedule), costs)
+        program = lower(recipe.build(p, m, vocab, costs))
+        timeline = simulate(program, costs)
     except Stuck:
         return None
     busy = [timeline.busy(rank) for rank in range(p)]
-    return Candidate(
-        recipe,
-        timeline.makespan,
-        max(busy),
-        1 - sum(busy) / p / timeline.makespan,
-        max(schedule.in_flight(rank) for rank in range(p)) / schedule.chunks,
-    )
+    bubble = 1 - sum(busy) / p / timeline.makespan
+    return Candidate(recipe, timeline.makespan, max(busy), bubble, measure(program))

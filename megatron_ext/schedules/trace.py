@@ -2,7 +2,8 @@
 
 The first line describes the schedule, every other line is a span {action, lane, start, end} in seconds of the
 wall clock: lanes are "compute" and "wait" (what a pass waited for), "comm" (vocabulary collectives), "p2p-f"
-and "p2p-b". On a GPU the times are those of the device. `megatron-ext trace --measured DIR` reads them.
+and "p2p-b". On a GPU the times are those of the device; on CPU spans of passes have `cpu`, too, the processor
+time of the thread that ran them. `megatron-ext trace --measured DIR` reads them.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ class StepTrace:
         if self._seen != self._step:
             yield
             return
-        clock = Clock(_cuda_mark if self._on_gpu else time.time)
+        clock = Clock(_cuda_mark) if self._on_gpu else Clock(time.time, time.thread_time)
         zero = (_cuda_mark(), _settled_time()) if self._on_gpu else None
         runtime.trace(clock)
         try:
@@ -77,6 +78,7 @@ class StepTrace:
 
         spans = [
             {"action": name, "lane": lane, "start": seconds(start), "end": seconds(end)}
+            | ({"cpu": clock.cpu[name]} if lane == "compute" and name in clock.cpu else {})
             for lane, name, start, end in clock.spans
         ]
         spans.sort(key=lambda span: span["start"])

@@ -159,9 +159,23 @@ def not_modelled(args: Namespace) -> str | None:
     found = [what for name, what in switches.items() if getattr(args, name, None)]
     if getattr(args, "pipeline_schedule", "stock") == "stock" and _chunks(args) > 1:
         found.append("stock's interleaved pipelines")
-    if _schedule(args) not in ("stock", "1f1b") and getattr(args, "vocab_parallel", "off") == "off":
-        found.append(f"--pipeline-schedule {_schedule(args)} without --vocab-parallel")
     return f"The memory model does not cover {', '.join(dict.fromkeys(found))}." if found else None
+
+
+def with_vocabulary(args: Namespace, otherwise: str) -> Namespace:
+    """The arguments with a padded vocabulary, which Megatron knows only when the tokenizer is built.
+
+    Raises:
+        ValueError: the vocabulary's size is not known yet, and so `otherwise`.
+    """
+    if args.padded_vocab_size:
+        return args
+    if args.vocab_size is None:
+        raise ValueError(
+            f"there is no tokenizer yet to say the vocabulary's size, and {otherwise}. Give --vocab-size too."
+        )
+    step = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return Namespace(**{**vars(args), "padded_vocab_size": -(-args.vocab_size // step) * step})
 
 
 def _chunks(args: Namespace) -> int:

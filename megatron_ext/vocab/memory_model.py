@@ -56,6 +56,11 @@ def plan_memory(d: Description, program: "Program") -> list[MemoryPlan]:
     Raises:
         ValueError: program and description are of different pipelines.
     """
+    _compare(d, program)
+    return [_plan(d, program, rank) for rank in range(d.pipeline)]
+
+
+def _compare(d: Description, program: "Program") -> None:
     schedule = program.schedule
     same = (schedule.p, schedule.vocab, schedule.place) == (d.pipeline, d.vocab_mode, d.place)
     if not same or len(d.stage_layers) != d.pipeline:
@@ -63,7 +68,26 @@ def plan_memory(d: Description, program: "Program") -> list[MemoryPlan]:
             f"the program is for {schedule.p} ranks with vocabulary {schedule.vocab}, the description for "
             f"{d.pipeline} ranks with {len(d.stage_layers)} stages and {d.vocab_mode}"
         )
-    return [_plan(d, program, rank) for rank in range(d.pipeline)]
+
+
+def held_microbatches(d: Description, program: "Program") -> float:
+    """What passes leave for later ones on the fullest rank, over what a microbatch's layers keep on a rank.
+
+    Activations, matrices' inputs and gradients between B and W, the softmax of stock's cross entropy, and all
+    of vocabulary passes. Not counted are activations and gradients that have been received and wait for their
+    pass, and what a pass needs while it runs.
+    """
+    _compare(d, program)
+    unit = max(
+        sum(layers.stage_kept(d, rank, chunk) for chunk in range(d.chunks)) for rank in range(d.pipeline)
+    )
+    most = 0
+    for rank in range(d.pipeline):
+        walk = _walk(d, rank)
+        for action in program.ranks[rank]:
+            walk.step(action)
+            most = max(most, walk.left())
+    return most / unit
 
 
 def planned_program(d: Description, microbatches: int) -> "Program":
@@ -96,7 +120,7 @@ def plan_of_run(
 def _plan(d: Description, program: "Program", rank: int) -> MemoryPlan:
     count = layers.params(d, rank)
     shards = d.data * d.context if d.distributed_optimizer else 1
-    walk = _VocabularyWalk(d, rank) if d.vocab_mode != "off" else _Walk(d, rank)
+    walk = _walk(d, rank)
     for action in program.ranks[rank]:
         walk.step(action)
     activations, vocabulary = walk.peak
@@ -107,6 +131,10 @@ def _plan(d: Description, program: "Program", rank: int) -> MemoryPlan:
         activations=activations,
         vocabulary=vocabulary,
     )
+
+
+def _walk(d: Description, rank: int) -> "_Walk":
+    return _VocabularyWalk(d, rank) if d.vocab_mode != "off" else _Walk(d, rank)
 
 
 class _Walk:
@@ -133,6 +161,11 @@ class _Walk:
         now = (self.held.total() + extra, self.vocabulary.total() + vocabulary)
         if sum(now) > sum(self.peak):
             self.peak = now
+
+    def left(self) -> int:
+        """Bytes that passes have left for later ones."""
+        received = sum(size for (what, _, _), size in self.held.items() if what in ("input", "gradient"))
+        return self.held.total() - received + self.vocabulary.total()
 
     def is_first(self, chunk: int) -> bool:
         """Whether a chunk is the first stage."""

@@ -3,10 +3,13 @@
     python scripts/bench/schedules.py a100                               # every row of the A100 table
     python scripts/bench/schedules.py paced --output out/schedules       # 8 and 16 stages, about 10 min
     python scripts/bench/schedules.py paced -p 4 --forward-ms 10         # a small one, seconds
+    python scripts/bench/schedules.py balance                            # memory and compute by rank, a minute
 
 `a100` searches a schedule for the published pass times of 8 A100 GPUs (scripts/bench/validate_simulator.py
 describes them); backward passes are split half and half. `paced` runs real schedules, runtime and
-communication with passes that sleep; it fails where more than a tenth of the time was not slept.
+communication with passes that sleep; it fails where more than a tenth of the time was not slept. `balance`
+trains with `pretrain_gpt.py` and a vocabulary of 256,000 on CPU and compares the ranks: planned and measured
+memory at the peak, and the time of all passes; it fails where they differ by 2 % or more in V-Half with vocab-2.
 """
 
 import argparse
@@ -14,6 +17,8 @@ import json
 import os
 import statistics
 import sys
+import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,8 +48,15 @@ def main() -> int:
     paced.add_argument("--forward-ms", type=float, default=40.0, help="of all layers of a rank")
     paced.add_argument("--rounds", type=int, default=3)
     paced.add_argument("--output", type=Path, default=Path("out/schedules"))
+    balance = commands.add_parser("balance", help="memory and pass times of the ranks of real training runs")
+    balance.add_argument("-p", "--stages", type=int, default=4)
+    balance.add_argument("--vocab", type=int, default=256_000, help="rows, a multiple of 128")
+    balance.add_argument("--hidden", type=int, default=128)
+    balance.add_argument("--sequence", type=int, default=128)
+    balance.add_argument("--runs", nargs="+", default=list(BALANCE_RUNS), help="SCHEDULE/MODE, one or more")
+    balance.add_argument("--output", type=Path, default=Path("out/schedules"))
     args = parser.parse_args()
-    return run_a100(args) if args.command == "a100" else run_paced(args)
+    return {"a100": run_a100, "paced": run_paced, "balance": run_balance}[args.command](args)
 
 
 # --- search ------------------------------------------------------------------------------------------------
@@ -216,6 +228,94 @@ def write(folder: Path, rows: list[dict]) -> None:
     lines = ["| " + " | ".join(PACED) + " |", "|" + " --- |" * len(PACED)]
     lines += ["| " + " | ".join(str(row[c]) for c in PACED) + " |" for row in rows]
     (folder / "paced.md").write_text("\n".join(lines) + "\n")
+
+
+# --- balance -----------------------------------------------------------------------------------------------
+
+BALANCE_RUNS = ("v-half/vocab-2", "1f1b/off")
+BALANCED = "v-half/vocab-2"
+MOST_SPREAD = 0.02
+BALANCE = ("run", "what", "by rank", "spread")
+
+
+def run_balance(args: argparse.Namespace) -> int:
+    """Train each run for 3 steps: memory in the second one, times in the third."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    runs = {}
+    for label in args.runs:
+        print(f"{label}: {args.stages} stages, vocabulary {args.vocab}", flush=True)
+        runs[label] = balance_once(args, *label.split("/"))
+    lines = ["| " + " | ".join(BALANCE) + " |", "|" + " --- |" * len(BALANCE)]
+    for label, found in runs.items():
+        for what, values in found.items():
+            shown = ", ".join(f"{value:.4g}" for value in values)
+            lines.append(f"| {label} | {what} | {shown} | {spread(values):.2%} |")
+    about = {
+        "stages": args.stages,
+        "vocabulary": args.vocab,
+        "hidden": args.hidden,
+        "sequence": args.sequence,
+    }
+    (args.output / "balance.json").write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+    (args.output / "balance.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    uneven = [what for what, values in runs.get(BALANCED, {}).items() if spread(values) >= MOST_SPREAD]
+    print("\n".join(f"{BALANCED}: ranks differ in {what}" for what in uneven))
+    return 1 if uneven else 0
+
+
+def spread(values: list[float]) -> float:
+    """How much more the largest is than the smallest."""
+    return max(values) / min(values) - 1
+
+
+def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> dict[str, list[float]]:
+    """What to compare, by rank: bytes in MiB, and seconds of a step.
+
+    Times are processor times of the thread that runs the passes, since ranks share cores: the median of a
+    pass (F of chunk 0, S, ...) over microbatches, times their number, summed over passes.
+    """
+    from tests.functional.runs import train
+
+    p, m, h, s = args.stages, 3 * args.stages, str(args.hidden), str(args.sequence)
+    flags = [
+        "--num-layers",
+        str(2 * p),
+        "--hidden-size",
+        h,
+        "--seq-length",
+        s,
+        "--vocab-size",
+        str(args.vocab - 1),
+    ]
+    flags += ["--max-position-embeddings", s, "--global-batch-size", str(m), "--disable-bias-linear"]
+    flags += ["--untie-embeddings-and-output-weights", "--pipeline-model-parallel-size", str(p)]
+    flags += ["--pipeline-schedule", schedule, *(["--vocab-parallel", mode] if mode != "off" else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace"
+        flags += ["--ext-memory", "--ext-trace", str(trace), "--ext-trace-step", "3"]
+        run = train(Path(folder), p, *flags, steps=3, timeout=1200)
+        times = [pass_times(trace / f"trace-rank-{rank:04d}.jsonl") for rank in range(p)]
+    planned = [sum(run.start(rank)["planned_memory"].values()) / 2**20 for rank in range(p)]
+    memory = [next(line["memory"] for line in run.steps(rank) if "memory" in line) for rank in range(p)]
+    return {
+        "planned MiB": [round(value, 3) for value in planned],
+        "measured MiB": [round(each["peak"] / 2**20, 3) for each in memory],
+        "passes s": [round(value, 4) for value in times],
+    }
+
+
+def pass_times(path: Path) -> float:
+    """Processor seconds of all passes of a traced step, by the medians of every kind."""
+    from megatron_ext.schedules.action import parse
+
+    kinds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for text in path.read_text().splitlines()[1:]:
+        span = json.loads(text)
+        if span["lane"] == "compute":
+            action = parse(span["action"])
+            kinds[action.kind, action.chunk].append(span["cpu"])
+    return sum(len(found) * statistics.median(found) for found in kinds.values())
 
 
 if __name__ == "__main__":
