@@ -1,7 +1,7 @@
 """--pipeline-schedule auto: the search of schedules/search.py for this job.
 
-The limit is one of memory, in microbatches of a rank's layers. What passes leave for later ones counts, by the
-plan of vocab/memory_model.py: activations, what B leaves for W, a stock cross entropy's softmax, and what
+The limit is one of memory, in microbatches of a rank's layers. What passes leave for later ones counts, by
+the plan of vocab/memory_model.py: activations, what B leaves for W, a stock cross entropy's softmax, and what
 vocabulary passes keep.
 """
 

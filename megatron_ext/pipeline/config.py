@@ -19,8 +19,9 @@ class PipelineConfig:
     --pipeline-memory-limit. stock: Megatron's own, or with --vocab-parallel 1f1b."""
 
     pipeline_memory_limit: float | None = None
-    """For auto: activations that a rank may hold, in microbatches of its layers; not given: as many as there
-    are pipeline ranks, which is what 1F1B holds."""
+    """For auto: memory that a rank may hold between passes, in microbatches of its layers' activations; what
+    split backward passes and vocabulary passes keep counts, too. Not given: what 1F1B holds in this job, and
+    at least as many as there are pipeline ranks."""
 
     pipeline_costs: str | None = None
     """For auto: file with measured pass times (costs.json of `megatron-ext trace --measured`) to search with;

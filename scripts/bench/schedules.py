@@ -3,13 +3,14 @@
     python scripts/bench/schedules.py a100                               # every row of the A100 table
     python scripts/bench/schedules.py paced --output out/schedules       # 8 and 16 stages, about 10 min
     python scripts/bench/schedules.py paced -p 4 --forward-ms 10         # a small one, seconds
-    python scripts/bench/schedules.py balance                            # memory and compute by rank, a minute
+    python scripts/bench/schedules.py balance                            # memory and compute by rank
 
 `a100` searches a schedule for the published pass times of 8 A100 GPUs (scripts/bench/validate_simulator.py
 describes them); backward passes are split half and half. `paced` runs real schedules, runtime and
-communication with passes that sleep; it fails where more than a tenth of the time was not slept. `balance`
-trains with `pretrain_gpt.py` and a vocabulary of 256,000 on CPU and compares the ranks: planned and measured
-memory at the peak, and the time of all passes; it fails where they differ by 2 % or more in V-Half with vocab-2.
+communication with passes that sleep; it fails where a time is more than 5 % off the simulated one, the order
+of schedules is another, or more than a tenth of the time was not slept. `balance` trains with
+`pretrain_gpt.py` and a vocabulary of 256,000 on CPU and compares the ranks: planned and measured memory at
+the peak, and the time of all passes; it fails where they differ by 2 % or more in V-Half with vocab-2.
 """
 
 import argparse
@@ -28,6 +29,8 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "v-min", "v-half", "v-zb")
 MAX_NOT_SLEPT = 0.10
+MAX_OFF = 0.05
+"""How far a measured time may be from the simulated one."""
 RANKS, MICROBATCHES = 8, 128
 LARGE = 128_000
 """Vocabularies from here on are searched with a limit of p microbatches, smaller ones with p + 1."""
@@ -138,6 +141,8 @@ def run_paced(args: argparse.Namespace) -> int:
     problems = [
         f"{name(row)}: {row['not slept']:.1%} not slept" for row in rows if row["not slept"] > MAX_NOT_SLEPT
     ]
+    off = [row for row in rows if abs(row["ratio"] - 1) > MAX_OFF]
+    problems += [f"{name(row)}: {row['ratio']} of the simulated time" for row in off]
     problems += disordered(rows)
     print("\n".join(f"invalid: {problem}" for problem in problems))
     return 1 if problems else 0
@@ -250,12 +255,7 @@ def run_balance(args: argparse.Namespace) -> int:
         for what, values in found.items():
             shown = ", ".join(f"{value:.4g}" for value in values)
             lines.append(f"| {label} | {what} | {shown} | {spread(values):.2%} |")
-    about = {
-        "stages": args.stages,
-        "vocabulary": args.vocab,
-        "hidden": args.hidden,
-        "sequence": args.sequence,
-    }
+    about = {name: getattr(args, name) for name in ("stages", "vocab", "hidden", "sequence")}
     (args.output / "balance.json").write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
     (args.output / "balance.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
@@ -277,20 +277,13 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> dict[str
     """
     from tests.functional.runs import train
 
-    p, m, h, s = args.stages, 3 * args.stages, str(args.hidden), str(args.sequence)
-    flags = [
-        "--num-layers",
-        str(2 * p),
-        "--hidden-size",
-        h,
-        "--seq-length",
-        s,
-        "--vocab-size",
-        str(args.vocab - 1),
-    ]
-    flags += ["--max-position-embeddings", s, "--global-batch-size", str(m), "--disable-bias-linear"]
-    flags += ["--untie-embeddings-and-output-weights", "--pipeline-model-parallel-size", str(p)]
-    flags += ["--pipeline-schedule", schedule, *(["--vocab-parallel", mode] if mode != "off" else [])]
+    p, sequence = args.stages, args.sequence
+    flags = (
+        f"--num-layers {2 * p} --hidden-size {args.hidden} --seq-length {sequence} "
+        f"--max-position-embeddings {sequence} --vocab-size {args.vocab - 1} --global-batch-size {3 * p} "
+        "--disable-bias-linear --untie-embeddings-and-output-weights "
+        f"--pipeline-model-parallel-size {p} --pipeline-schedule {schedule} --vocab-parallel {mode}"
+    ).split()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
         flags += ["--ext-memory", "--ext-trace", str(trace), "--ext-trace-step", "3"]

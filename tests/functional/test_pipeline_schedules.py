@@ -1,10 +1,10 @@
 """Pipeline schedules through the real script: losses, gradients, bytes and held chunks against stock.
 
 Every case starts from one seed checkpoint: losses of 10 steps to 1e-5 relative, grad norms to 1e-4, every
-gradient of step 1 within 5e-6 of the largest; fp32, dropout 0. That the schedule ran is read from what the run
-says about itself (`assert_ran`): chunk activations held, computed here from the publications' formulas, and
-bytes of every step against the placement's formulas. The whole matrix has each schedule in each vocabulary mode
-(`each`), and whatever else a run may have in some of them.
+gradient of step 1 within 5e-6 of the largest; fp32, dropout 0. That the schedule ran is read from what the
+run says about itself (`assert_ran`): chunk activations held, computed here from the publications' formulas,
+and bytes of every step against the placement's formulas. The whole matrix has each schedule in each
+vocabulary mode (`each`), and whatever else a run may have in some of them.
 """
 
 import functools
@@ -126,6 +126,15 @@ def test_trains_like_stock(references, tmp_path, schedule, mode, name):  # noqa:
     _, world, p, t, flags = CASES[name]
     batch = int(flags[flags.index("--global-batch-size") + 1]) if "--global-batch-size" in flags else 8
     assert_ran(run, schedule, mode, world, p, batch * p * t // world)
+
+
+@full
+@pytest.mark.parametrize("mode", MODES)
+def test_sixteen_ranks_hold_what_the_schedule_says(tmp_path, mode):
+    """p + 2, p + 4 or p + 6 chunk activations on every one of 16 ranks."""
+    flags = ["--num-layers", "32", "--global-batch-size", "32", PP, "16", *schedule_flags("v-half", mode)]
+    run = train(tmp_path, 16, *flags, steps=2, timeout=400)
+    assert_ran(run, "v-half", mode, 16, 16, 32)
 
 
 def most_held(schedule: str, mode: str, p: int, rank: int) -> tuple[int, int]:
