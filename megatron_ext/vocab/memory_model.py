@@ -248,10 +248,12 @@ class _VocabularyWalk(_Walk):
     def _IF(self, i: int) -> None:
         self.vocabulary["embeddings", i] = self.rows_bytes
         self.moment()
-        if not self.has_first:  # the sum is on its way; the first stage keeps it as the leaf of autograd
+        if not self.has_first:  # the sum is on its way; on the first stage it waits for F
             self.vocabulary.pop(("embeddings", i))
 
     def _F(self, i: int, chunk: int) -> None:
+        if self.is_first(chunk):
+            self.vocabulary.pop(("embeddings", i))  # what layers need of it is theirs to keep
         super()._F(i, chunk)
         if self.is_last(chunk):
             self.vocabulary["hidden", i] = self.rows_bytes
@@ -287,7 +289,6 @@ class _VocabularyWalk(_Walk):
         if self.is_last(chunk):
             self.vocabulary.pop(("sum", i), None)
         if self.is_first(chunk):
-            self.vocabulary.pop(("embeddings", i), None)
             self.vocabulary["embedding gradient", i] = self.rows_bytes
 
     def _g(self, i: int) -> None:

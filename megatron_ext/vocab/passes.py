@@ -6,6 +6,7 @@ user's `forward_step` called its stand-in with, and the loss is a pass of its ow
 and they run without autograd. `arrived` puts received tensors where later passes find them.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,24 @@ from megatron_ext.vocab.comm import VocabComm
 from megatron_ext.vocab.output import OutputPasses
 from megatron_ext.vocab.shards import EmbeddingShard, OutputShard
 from megatron_ext.vocab.volume import Sizes
+
+
+class _Entry(torch.autograd.Function):
+    """Where embeddings enter autograd: `keep` gets their gradient.
+
+    A leaf of autograd would hold their values until B, on the first stage only, and layers that need them
+    keep their own.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, keep: Callable[[Tensor], None]) -> Tensor:
+        ctx.keep = keep
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.keep(gradient)
+        return None, None, None
 
 
 @dataclass
@@ -83,7 +102,7 @@ class StepPasses(TransformerPasses):
         self._hidden_slices: dict[int, Tensor] = {}  # last stage: what a tensor-parallel rank sends
         self._hidden: dict[int, Tensor] = {}
         self._partial_embeddings: dict[int, Tensor] = {}
-        self._embeddings: dict[int, Tensor] = {}  # first stage: leaves of autograd
+        self._embeddings: dict[int, Tensor] = {}  # first stage: sums that wait for F
         self._embedding_grads: dict[int, Tensor] = {}
         self._first_grads: dict[int, Tensor] = {}  # first stage: gradients of the embeddings
         self._losses_grads: dict[int, Tensor] = {}
@@ -143,7 +162,7 @@ class StepPasses(TransformerPasses):
     def _forward(self, i: int, chunk: int) -> None:
         job, step = self.job, self.step
         if job.is_first(chunk):
-            job.embedding.feed(self._leaf(i))
+            job.embedding.feed(self._entering(i))
         call = step.calls[chunk][i]
         extra = {"fp32_output": False} if job.half_outputs and not job.place.vee else {}
         job.output_shard.deferring = True
@@ -177,10 +196,12 @@ class StepPasses(TransformerPasses):
                 "the model's type."
             )
 
-    def _leaf(self, i: int) -> Tensor:
+    def _entering(self, i: int) -> Tensor:
+        rows = self._embeddings.pop(i)
         if self.step.forward_only:
-            return self._embeddings.pop(i)
-        return self._embeddings[i].requires_grad_()
+            return rows
+        anchor = torch.empty(0, device=rows.device, requires_grad=True)
+        return _Entry.apply(anchor, rows, functools.partial(self._first_grads.__setitem__, i))
 
     def _output_gradient(self, i: int, chunk: int) -> Tensor | None:
         if not self.job.is_last(chunk):
@@ -188,11 +209,6 @@ class StepPasses(TransformerPasses):
         gradient = self.job.output.input_gradient(i)
         shape = (-1, self.step.tokens.shape[1], gradient.shape[-1])
         return gradient.to(self.job.config.params_dtype).view(shape)
-
-    def _backward(self, i: int, chunk: int) -> None:
-        super()._backward(i, chunk)
-        if self.job.is_first(chunk):
-            self._first_grads[i] = self._embeddings.pop(i).grad
 
     # --- input layer ---------------------------------------------------------------------------------------
 
