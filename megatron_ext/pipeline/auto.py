@@ -6,7 +6,6 @@ vocabulary passes keep.
 """
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import replace
 
 from megatron_ext.schedules.build import build
@@ -15,7 +14,8 @@ from megatron_ext.schedules.families import FAMILIES
 from megatron_ext.schedules.lower import Program, lower
 from megatron_ext.schedules.search import Measure, activations, search, trade_off
 from megatron_ext.vocab.memory_description import Description, model_description, with_vocabulary
-from megatron_ext.vocab.memory_model import held_microbatches
+from megatron_ext.vocab.memory_layers import stage_kept
+from megatron_ext.vocab.memory_model import held_bytes
 
 
 def resolve(args: Namespace, flags: Namespace) -> None:
@@ -64,11 +64,16 @@ def measure_of(args: Namespace, flags: Namespace, gpu: bool) -> tuple[Measure, s
     return planned(d), "activations, what B leaves for W, and what vocabulary passes keep all count"
 
 
-def planned(d: Description) -> Callable[[Program], float]:
-    """The measure by the memory model."""
+def planned(d: Description) -> Measure:
+    """The measure by the memory model.
+
+    Its unit is the same for all schedules: what a microbatch leaves on the fullest rank of 1F1B.
+    """
+    plain = replace(d, schedule="1f1b", chunks=1)
+    unit = max(stage_kept(plain, rank) for rank in range(d.pipeline))
 
     def measure(program: Program) -> float:
         schedule = program.schedule
-        return held_microbatches(replace(d, schedule=schedule.pipeline, chunks=schedule.chunks), program)
+        return held_bytes(replace(d, schedule=schedule.pipeline, chunks=schedule.chunks), program) / unit
 
     return measure

@@ -70,24 +70,21 @@ def _compare(d: Description, program: "Program") -> None:
         )
 
 
-def held_microbatches(d: Description, program: "Program") -> float:
-    """What passes leave for later ones on the fullest rank, over what a microbatch's layers keep on a rank.
+def held_bytes(d: Description, program: "Program") -> int:
+    """What passes leave for later ones on the fullest rank.
 
     Activations, matrices' inputs and gradients between B and W, the softmax of stock's cross entropy, and all
     of vocabulary passes. Not counted are activations and gradients that have been received and wait for their
     pass, and what a pass needs while it runs.
     """
     _compare(d, program)
-    unit = max(
-        sum(layers.stage_kept(d, rank, chunk) for chunk in range(d.chunks)) for rank in range(d.pipeline)
-    )
     most = 0
     for rank in range(d.pipeline):
         walk = _walk(d, rank)
         for action in program.ranks[rank]:
             walk.step(action)
             most = max(most, walk.left())
-    return most / unit
+    return most
 
 
 def planned_program(d: Description, microbatches: int) -> "Program":
