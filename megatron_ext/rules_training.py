@@ -172,10 +172,12 @@ def traced_step_has_a_schedule(args: Namespace) -> str | None:
     """--ext-trace records the actions of a pipeline schedule of ours."""
     if getattr(args, "ext_trace", None) is None:
         return None
-    if getattr(args, "vocab_parallel", "off") == "off":
+    stock = getattr(args, "pipeline_schedule", "stock") == "stock"
+    if stock and getattr(args, "vocab_parallel", "off") == "off":
         return (
             f"--ext-trace {args.ext_trace} records the passes of a pipeline schedule of this package, and "
-            "stock's runs here. Add --vocab-parallel vocab-2, or leave --ext-trace out."
+            "stock's runs here. Add --vocab-parallel vocab-2 or --pipeline-schedule 1f1b, or leave "
+            "--ext-trace out."
         )
     last = args.train_iters
     if args.ext_trace_step >= 1 and (not last or args.ext_trace_step <= last):

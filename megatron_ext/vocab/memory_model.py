@@ -242,6 +242,13 @@ class _VocabularyWalk(_Walk):
             *sizes, *how, num_statistics=d.num_statistics, weight_product=d.weight_product
         )
 
+        # Layers keep what they need of the embeddings. Where the first of them takes them as they are, what
+        # it keeps was made by vocabulary passes.
+        copied = d.positions or d.dropout_mask or (d.micro_batch > 1 and not d.sequence_parallel)
+        self.handed_on = not copied
+        if self.handed_on and self.has_first:
+            self.kept[d.place.first.chunk] -= self.hidden
+
     def _IF(self, i: int) -> None:
         self.vocabulary["embeddings", i] = self.rows_bytes
         self.moment()
@@ -250,7 +257,9 @@ class _VocabularyWalk(_Walk):
 
     def _F(self, i: int, chunk: int) -> None:
         if self.is_first(chunk):
-            self.vocabulary.pop(("embeddings", i))  # what layers need of it is theirs to keep
+            self.vocabulary.pop(("embeddings", i))
+            if self.handed_on:
+                self.vocabulary["embeddings", i] = self.hidden
         super()._F(i, chunk)
         if self.is_last(chunk):
             self.vocabulary["hidden", i] = self.rows_bytes
@@ -286,6 +295,7 @@ class _VocabularyWalk(_Walk):
         if self.is_last(chunk):
             self.vocabulary.pop(("sum", i), None)
         if self.is_first(chunk):
+            self.vocabulary.pop(("embeddings", i), None)
             self.vocabulary["embedding gradient", i] = self.rows_bytes
 
     def _g(self, i: int) -> None:

@@ -387,7 +387,7 @@ def test_auto_chooses_within_the_limit(references, tmp_path):  # noqa: F811
         assert int(held) <= 2 * int(chunks)
 
 
-def planned_and_measured(run: Run, world: int) -> tuple[list[int], list[int]]:
+def planned_and_measured(run: Run, world: int, within: float = 0.1) -> tuple[list[int], list[int]]:
     """Peaks of all ranks, after comparing the plan's categories with the measured ones."""
     planned, measured = [], []
     for rank in range(world):
@@ -395,7 +395,7 @@ def planned_and_measured(run: Run, world: int) -> tuple[list[int], list[int]]:
         (found,) = [line["memory"] for line in run.steps(rank) if "memory" in line]
         assert found["weights"] == plan["weights"]
         assert found["gradients"] == plan["gradients"]
-        assert found["category_peaks"]["activations"] == pytest.approx(plan["activations"], rel=0.1)
+        assert found["category_peaks"]["activations"] == pytest.approx(plan["activations"], rel=within)
         planned.append(sum(plan.values()))
         measured.append(found["peak"])
     return planned, measured
@@ -427,6 +427,5 @@ def test_no_gradients_of_logits_wait_for_w(tmp_path, schedule, flags):
 
     A gradient of logits is as large as a softmax; the plan has no place for those that would wait for W.
     """
-    run = train(tmp_path, 2, *flags, *LARGE, PP, "2", *schedule_flags(schedule, "off"), steps=3)
-    planned, measured = planned_and_measured(run, 2)
-    assert measured == pytest.approx(planned, rel=0.05)
+    run = train(tmp_path, 2, *flags, *LARGE, PP, "2", *schedule_flags(schedule, "off"), steps=2)
+    planned_and_measured(run, 2, within=0.02)
