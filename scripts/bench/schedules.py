@@ -55,7 +55,7 @@ def main() -> int:
     balance.add_argument("-p", "--stages", type=int, default=4)
     balance.add_argument("--vocab", type=int, default=256_000, help="rows, a multiple of 128")
     balance.add_argument("--hidden", type=int, default=128)
-    balance.add_argument("--sequence", type=int, default=128)
+    balance.add_argument("--sequence", type=int, default=256)
     balance.add_argument("--runs", nargs="+", default=list(BALANCE_RUNS), help="SCHEDULE/MODE, one or more")
     balance.add_argument("--output", type=Path, default=Path("out/schedules"))
     args = parser.parse_args()
@@ -240,23 +240,27 @@ def write(folder: Path, rows: list[dict]) -> None:
 BALANCE_RUNS = ("v-half/vocab-2", "1f1b/off")
 BALANCED = "v-half/vocab-2"
 MOST_SPREAD = 0.02
+PER_STAGE = 8
+"""Microbatches of a step, for each stage: so many samples of every pass."""
 BALANCE = ("run", "what", "by rank", "spread")
 
 
 def run_balance(args: argparse.Namespace) -> int:
     """Train each run for 3 steps: memory in the second one, times in the third."""
     args.output.mkdir(parents=True, exist_ok=True)
-    runs = {}
+    runs, passes = {}, {}
     for label in args.runs:
         print(f"{label}: {args.stages} stages, vocabulary {args.vocab}", flush=True)
-        runs[label] = balance_once(args, *label.split("/"))
+        runs[label], passes[label] = balance_once(args, *label.split("/"))
     lines = ["| " + " | ".join(BALANCE) + " |", "|" + " --- |" * len(BALANCE)]
     for label, found in runs.items():
         for what, values in found.items():
             shown = ", ".join(f"{value:.4g}" for value in values)
             lines.append(f"| {label} | {what} | {shown} | {spread(values):.2%} |")
     about = {name: getattr(args, name) for name in ("stages", "vocab", "hidden", "sequence")}
-    (args.output / "balance.json").write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+    (args.output / "balance.json").write_text(
+        json.dumps(about | {"runs": runs, "passes": passes}, indent=1) + "\n"
+    )
     (args.output / "balance.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     uneven = [what for what, values in runs.get(BALANCED, {}).items() if spread(values) >= MOST_SPREAD]
@@ -269,8 +273,8 @@ def spread(values: list[float]) -> float:
     return max(values) / min(values) - 1
 
 
-def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> dict[str, list[float]]:
-    """What to compare, by rank: bytes in MiB, and seconds of a step.
+def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> tuple[dict, list[dict]]:
+    """What to compare, by rank: bytes in MiB, and seconds of a step; and the latter by pass.
 
     Times are processor times of the thread that runs the passes, since ranks share cores: the median of a
     pass (F of chunk 0, S, ...) over microbatches, times their number, summed over passes.
@@ -280,7 +284,7 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> dict[str
     p, sequence = args.stages, args.sequence
     flags = (
         f"--num-layers {2 * p} --hidden-size {args.hidden} --seq-length {sequence} "
-        f"--max-position-embeddings {sequence} --vocab-size {args.vocab - 1} --global-batch-size {3 * p} "
+        f"--max-position-embeddings {sequence} --vocab-size {args.vocab - 1} --global-batch-size {PER_STAGE * p} "
         "--disable-bias-linear --untie-embeddings-and-output-weights "
         f"--pipeline-model-parallel-size {p} --pipeline-schedule {schedule} --vocab-parallel {mode}"
     ).split()
@@ -294,21 +298,21 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> dict[str
     return {
         "planned MiB": [round(value, 3) for value in planned],
         "measured MiB": [round(each["peak"] / 2**20, 3) for each in memory],
-        "passes s": [round(value, 4) for value in times],
-    }
+        "passes s": [round(sum(each.values()), 4) for each in times],
+    }, times
 
 
-def pass_times(path: Path) -> float:
-    """Processor seconds of all passes of a traced step, by the medians of every kind."""
+def pass_times(path: Path) -> dict[str, float]:
+    """Processor seconds of the passes of a traced step, by kind and chunk: the median times their number."""
     from megatron_ext.schedules.action import parse
 
-    kinds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    kinds: dict[str, list[float]] = defaultdict(list)
     for text in path.read_text().splitlines()[1:]:
         span = json.loads(text)
         if span["lane"] == "compute":
             action = parse(span["action"])
-            kinds[action.kind, action.chunk].append(span["cpu"])
-    return sum(len(found) * statistics.median(found) for found in kinds.values())
+            kinds[f"{action.kind}{action.chunk}"].append(span["cpu"])
+    return {kind: len(found) * statistics.median(found) for kind, found in sorted(kinds.items())}
 
 
 if __name__ == "__main__":

@@ -428,4 +428,4 @@ def test_no_gradients_of_logits_wait_for_w(tmp_path, schedule, flags):
     A gradient of logits is as large as a softmax; the plan has no place for those that would wait for W.
     """
     run = train(tmp_path, 2, *flags, *LARGE, PP, "2", *schedule_flags(schedule, "off"), steps=2)
-    planned_and_measured(run, 2, within=0.02)
+    planned_and_measured(run, 2, within=0.05)
