@@ -43,6 +43,7 @@ def main() -> int:
     a100 = commands.add_parser("a100", help="the best schedule for the pass times of every row of the table")
     a100.add_argument("--methods", nargs="+", default=[], help="only these (default: all)")
     a100.add_argument("--vocab", type=int, nargs="+", default=[], help="only these (default: all)")
+    a100.add_argument("--sequence", type=int, nargs="+", default=[], help="only these (default: all)")
     a100.add_argument("--output", type=Path, help="folder for a100.json and a100.md")
     paced = commands.add_parser("paced", help="modelled compute, real schedule, runtime and communication")
     paced.add_argument("-p", "--stages", type=int, nargs="+", default=[8, 16])
@@ -83,7 +84,8 @@ def run_a100(args: argparse.Namespace) -> int:
 
     rows = []
     for run in read(DATA):
-        if (args.methods and run.method not in args.methods) or (args.vocab and run.vocab not in args.vocab):
+        wanted = ((args.methods, run.method), (args.vocab, run.vocab), (args.sequence, run.seq_length))
+        if any(chosen and value not in chosen for chosen, value in wanted):
             continue
         rows.append(searched(run))
         print(" | ".join(str(rows[-1][name]) for name in A100), flush=True)
@@ -242,7 +244,7 @@ BALANCED = "v-half/vocab-2"
 MOST_SPREAD = 0.02
 PER_STAGE = 8
 """Microbatches of a step, for each stage: so many samples of every pass."""
-BALANCE = ("run", "what", "by rank", "spread")
+BALANCE = ("run", "what", "by rank", "largest over smallest")
 
 
 def run_balance(args: argparse.Namespace) -> int:
@@ -256,7 +258,7 @@ def run_balance(args: argparse.Namespace) -> int:
     for label, found in runs.items():
         for what, values in found.items():
             shown = ", ".join(f"{value:.4g}" for value in values)
-            lines.append(f"| {label} | {what} | {shown} | {spread(values):.2%} |")
+            lines.append(f"| {label} | {what} | {shown} | {1 + spread(values):.4g} |")
     about = {name: getattr(args, name) for name in ("stages", "vocab", "hidden", "sequence")}
     (args.output / "balance.json").write_text(
         json.dumps(about | {"runs": runs, "passes": passes}, indent=1) + "\n"

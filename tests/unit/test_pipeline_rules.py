@@ -6,6 +6,7 @@ from megatron_ext import rules
 from megatron_ext.paro.config import ParoConfig
 from megatron_ext.pipeline.config import PipelineConfig
 from megatron_ext.pipeline.rules import RULES, flags_need_auto
+from megatron_ext.rules_training import traced_step_has_a_schedule
 from megatron_ext.vocab.config import VocabConfig
 from megatron_ext.vocab.rules import interleaving_has_our_schedule
 from tests.unit.stock_args import gpt
@@ -75,6 +76,15 @@ def test_what_is_accepted(schedule):
 def test_interleaved_with_chunks_is_accepted():
     assert rules.run(arguments("interleaved", num_virtual_stages_per_pipeline_rank=2), EVERY) == []
     assert rules.run(arguments("1f1b", transformer_impl="transformer_engine"), EVERY) == []
+
+
+def test_steps_of_our_schedules_can_be_traced():
+    trace = {"ext_trace": "runs/trace", "ext_trace_step": 3, "train_iters": 10}
+    text = traced_step_has_a_schedule(arguments("stock", **trace))
+    assert "--pipeline-schedule 1f1b" in text
+    for schedule in ("1f1b", "v-half"):
+        assert traced_step_has_a_schedule(arguments(schedule, **trace)) is None
+    assert traced_step_has_a_schedule(arguments("stock", vocab_parallel="vocab-2", **trace)) is None
 
 
 def test_vocabulary_passes_need_our_interleaving():
