@@ -286,8 +286,8 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> tuple[di
     p, sequence = args.stages, args.sequence
     flags = (
         f"--num-layers {2 * p} --hidden-size {args.hidden} --seq-length {sequence} "
-        f"--max-position-embeddings {sequence} --vocab-size {args.vocab - 1} --global-batch-size {PER_STAGE * p} "
-        "--disable-bias-linear --untie-embeddings-and-output-weights "
+        f"--max-position-embeddings {sequence} --vocab-size {args.vocab - 1} "
+        f"--global-batch-size {PER_STAGE * p} --disable-bias-linear --untie-embeddings-and-output-weights "
         f"--pipeline-model-parallel-size {p} --pipeline-schedule {schedule} --vocab-parallel {mode}"
     ).split()
     with tempfile.TemporaryDirectory() as folder:

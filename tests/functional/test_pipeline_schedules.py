@@ -74,7 +74,6 @@ SPECIAL = {
     ("v-half", "vocab-2", "per-token-loss"),
     ("zb-h1", "off", "per-token-loss"),
     ("v-min", "off", "one"),
-    ("interleaved", "vocab-1", "one"),
     ("v-half", "vocab-2", "many"),
     ("v-zb", "vocab-1", "many"),
 }
