@@ -128,6 +128,7 @@ def test_layout_draws_the_same_samples(trained, name):
     [
         ("tp2-sp-cp2", "tp2-sp-cp2", True),
         pytest.param("dp2-cp2-distopt", "dp2-cp2-distopt", True, marks=full),
+        pytest.param("pp2", "tp2-sp-cp2", False, marks=full),
         pytest.param("tp2-sp", "pp2-interleaved", False, marks=full),
     ],
 )
@@ -163,6 +164,19 @@ def test_videos_of_random_values(tmp_path):
     picture = Image.open(tmp_path / "one" / "samples" / "samples.png")
     assert picture.mode == "RGB"
     assert picture.size == (2 * 4 * 10 * 4, 3 * 10 * 4)
+
+
+@full
+def test_other_layers_and_types(tmp_path):
+    """Gated MLPs, grouped queries, norms of queries and keys; and bf16, as close as it can be."""
+    flags = "--lr 1e-2 --swiglu --group-query-attention --num-query-groups 2 --qk-layernorm".split()
+    one = train(tmp_path / "one", 1, *flags, steps=8)
+    layout = flags_of(4, 2, 1)  # which has the initial weights of one rank
+    assert_close(one.losses(), train(tmp_path / "four", 4, *flags, *layout, steps=8).losses(), 1e-4)
+    half = train(tmp_path / "half", 4, *flags, *layout, "--bf16", steps=8)
+    assert_close(one.losses(), half.losses(), 2e-2)
+    assert half.losses() != one.losses()
+    assert one.losses()[8] < 0.9 * one.losses()[1]
 
 
 @full
