@@ -174,8 +174,10 @@ def test_other_layers_and_types(tmp_path):
     layout = flags_of(4, 2, 1)  # which has the initial weights of one rank
     assert_close(one.losses(), train(tmp_path / "four", 4, *flags, *layout, steps=8).losses(), 1e-4)
     half = train(tmp_path / "half", 4, *flags, *layout, "--bf16", steps=8)
-    assert_close(one.losses(), half.losses(), 2e-2)
+    first = {step: half.losses()[step] for step in range(1, 5)}  # a large step blows rounding up after that
+    assert_close({step: one.losses()[step] for step in first}, first, 5e-3)
     assert half.losses() != one.losses()
+    assert half.losses()[8] < 0.95 * half.losses()[1]
     assert one.losses()[8] < 0.9 * one.losses()[1]
 
 
