@@ -17,8 +17,8 @@ from megatron_ext.wallfacer.planner import Candidate, Situation, of_each_shape, 
 
 EXIT_OK, EXIT_BAD_INPUT = 0, 2
 _HEAD = [
-    *("C", "K", "steps", "order", "travels back", "inside", "between", "buffers", "saved a layer"),
-    *("attention", "time", "against the best"),
+    *("C", "K", "steps", "order", "keys move", "travels back", "inside", "between"),
+    *("buffers", "kept a layer", "in all", "attention", "time", "against the best"),
 ]
 
 
@@ -62,17 +62,24 @@ def report(request: Request, found: tuple[Candidate, ...]) -> str:
         grid(_HEAD, [_row(s, best, c) for c in shown], numeric=True),
         "",
         "Forward and backward pass of one layer and microbatch; bytes are exact, means over the ranks:",
-        "inside nodes, and between them. buffers: what a rank needs while a layer runs; attention: time",
-        "without any communication; time: predicted with it.",
+        "inside nodes, and between them. buffers: what a rank needs while a layer runs; in all: with what",
+        f"{_layers(s)} keep; attention: time without any communication; time: predicted with it.",
         "",
         f"Take C={g.team_size} and K={g.bundle_size}: {reason(found)}.",
         "",
         "Add to stock's command:",
-        f"  --context-parallel-size {g.size} --cp-comm-type wallfacer --wallfacer-team-size {g.team_size} "
-        f"--wallfacer-kv-bundle {g.bundle_size} \\",
-        f"  --wallfacer-order {g.order} --wallfacer-backward {best.backward}",
+        f"  --context-parallel-size {g.size} --cp-comm-type wallfacer \\",
+        "  " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best.choices().items()),
     ]
     return "\n".join(lines)
+
+
+def _layers(s: Situation) -> str:
+    kept = s.kept
+    if not kept.recomputed:
+        return f"{kept.whole} {'layer' if kept.whole == 1 else 'layers'} in flight"
+    whole = f"{kept.whole} and " if kept.whole else ""
+    return f"{whole}{kept.recomputed} recomputed layers in flight"
 
 
 def _row(s: Situation, best: Candidate, c: Candidate) -> list[str]:
@@ -82,11 +89,13 @@ def _row(s: Situation, best: Candidate, c: Candidate) -> list[str]:
         str(g.bundle_size),
         str(g.ring_length),
         g.order,
+        c.movement if g.bundle_size > 1 else "-",
         c.backward if g.ring_length > 1 else "-",
         human_bytes(c.inside),
         human_bytes(c.between),
         human_bytes(float(max(c.memory.forward, c.memory.backward) + c.memory.kernel)),
-        human_bytes(float(c.memory.saved)),
+        human_bytes(float(c.memory.saved if s.kept.whole else c.memory.result)),
+        human_bytes(float(c.needed)),
         "-" if s.rate is None else human_time(c.seconds.attention),
         human_time(c.seconds.total),
         _verdict(s, best, c),
@@ -132,6 +141,7 @@ def as_json(request: Request, found: tuple[Candidate, ...]) -> str:
         "recommended": {**_name(found[0]), "reason": reason(found)},
         "ranks": {"context": s.size, "per_node": s.links.ranks_per_node},
         "memory_limit": s.memory_limit,
+        "layers": asdict(s.kept),
         "candidates": [_as_dict(c) for c in found],
     }
     return json.dumps(data, indent=1)
@@ -144,6 +154,7 @@ def _name(c: Candidate) -> dict[str, Any]:
         "kv_bundle": g.bundle_size,
         "order": g.order,
         "backward": c.backward,
+        "movement": c.movement if g.bundle_size > 1 else None,
     }
 
 

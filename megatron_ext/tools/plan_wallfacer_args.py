@@ -11,15 +11,17 @@ from megatron_ext.wallfacer.cost import Links
 from megatron_ext.wallfacer.geometry import ORDERS, Geometry, shapes
 from megatron_ext.wallfacer.options import Options
 from megatron_ext.wallfacer.planner import Situation
+from megatron_ext.wallfacer.recompute import Kept, kept
 from megatron_ext.wallfacer.resolve import links_of
 from megatron_ext.wallfacer.sequence import Layout, whole
 from megatron_ext.wallfacer.tiles import Mask
 from megatron_ext.wallfacer.volume import Shape
 
 _DESCRIPTION = """\
-Compare all team sizes C, bundles K, placements and backward passes of --cp-comm-type wallfacer for an
-attention layer, a number of ranks and a network: exact bytes inside and between nodes, steps, memory and
-predicted time; and recommend one, which may be plain ring attention (C = K = 1). Prints who meets whom, too.
+Compare all team sizes C, bundles K, placements, ways to move keys and backward passes of --cp-comm-type
+wallfacer for an attention layer, a number of ranks and a network: exact bytes inside and between nodes,
+steps, memory and predicted time; and recommend one, which may be plain ring attention (C = K = 1). Prints
+who meets whom, too.
 """
 _EPILOG = f"""\
 Rates are written as {RATE_EXAMPLE}, sizes as {SIZE_EXAMPLE}. Without --tflops attention takes no time, and
@@ -61,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--micro-batch-size", metavar="N", help="sequences per microbatch (default 1)")
     model.add_argument("--window-size", metavar="LEFT,RIGHT", help="sliding window, as stock's")
     model.add_argument("--bidirectional", action="store_true", help="a row sees later keys, too")
+    for flag, more in (
+        ("--recompute-granularity", {"choices": ("full", "selective")}),
+        ("--recompute-method", {"choices": ("uniform", "block")}),
+        ("--recompute-num-layers", {"metavar": "N"}),
+        ("--recompute-modules", {"metavar": "NAME", "nargs": "+"}),
+    ):
+        model.add_argument(flag, help="as stock's", **more)
     ranks = parser.add_argument_group("ranks")
     ranks.add_argument("--context-parallel-size", metavar="N", help="context-parallel ranks")
     ranks.add_argument("--ranks-per-node", metavar="N", help="of all parallelism (default: one node)")
@@ -81,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--wallfacer-order", choices=ORDERS, help="placement")
     run.add_argument("--wallfacer-backward", choices=("auto", "keys", "queries"), default="auto")
     run.add_argument("--wallfacer-keep", choices=("own", "team"), default="own")
-    run.add_argument("--wallfacer-movement", choices=("relocate", "direct"), default="relocate")
+    run.add_argument("--wallfacer-movement", choices=("relocate", "direct"), help="of keys")
     run.add_argument("--wallfacer-head-chunks", metavar="N", help="(default 1)")
     run.add_argument("--wallfacer-sum-dtype", choices=("fp32", "model"), default="fp32")
     run.add_argument("--wallfacer-grad-dtype", choices=("fp32", "model"), default="fp32")
@@ -105,7 +114,7 @@ def parse(argv: list[str]) -> Request:
     rate = read.number("--tflops", "operations per second, in 10^12")
     if rate == 0:
         found.append("--tflops 0: nothing would ever be computed. Give what a rank reaches.")
-    limit, layers = _size(read), read.count("--num-layers", "transformer layers", default=1)
+    limit, layers = _size(read), _kept(read)
     team, bundle = _team(read, size)
     options = _options(read, shape)
     if found:
@@ -118,11 +127,12 @@ def parse(argv: list[str]) -> Request:
         mask=mask,
         options=options,
         rate=None if rate is None else rate * 1e12,
-        layers=layers,
+        kept=layers,
         memory_limit=limit,
         team_size=team,
         bundle_size=bundle,
         order=args.wallfacer_order,
+        movement=args.wallfacer_movement,
         native_sums=args.backend == "nccl",
     )
     return Request(situation, args.bandwidths or "as given", args.json, args.all, args.table, args.svg)
@@ -174,7 +184,7 @@ def _layout(read: Numbers, size: int | None, mask: Mask | None) -> Layout | None
     length = read.count("--seq-length", "the length of a sequence")
     if None in (length, size, mask):
         return None
-    found = whole(length, "contiguous" if mask == Mask() else "zigzag")
+    found = whole(length, "contiguous" if read.args.bidirectional else "zigzag")
     try:
         found.rows(size)
     except ValueError as error:
@@ -255,6 +265,24 @@ def _size(read: Numbers) -> int | None:
     return found
 
 
+def _kept(read: Numbers) -> Kept | None:
+    """Of the first stage of 1F1B, which has as many microbatches in flight as there are stages."""
+    layers = read.count("--num-layers", "transformer layers", default=1)
+    stages = read.count("--pipeline-model-parallel-size", "pipeline stages", default=1)
+    number = read.count("--recompute-num-layers", "layers that are recomputed", default=1)
+    if None in (layers, stages, number):
+        return None
+    args = read.args
+    return kept(
+        max(1, -(-layers // stages)),
+        stages,
+        granularity=args.recompute_granularity,
+        method=args.recompute_method,
+        number=number,
+        modules=args.recompute_modules,
+    )
+
+
 def _team(read: Numbers, size: int | None) -> tuple[int | None, int | None]:
     """Team size and bundle, None where they are compared."""
     auto = read.given("--wallfacer-team-size") in (None, "auto")
@@ -285,7 +313,6 @@ def _options(read: Numbers, shape: Shape | None) -> Options | None:
     options = Options(
         backward=args.wallfacer_backward,
         keep=args.wallfacer_keep,
-        movement=args.wallfacer_movement,
         head_chunks=chunks,
         sum_type=args.wallfacer_sum_dtype,
         grad_type=args.wallfacer_grad_dtype,

@@ -10,7 +10,8 @@ class WallfacerConfig:
 
     wallfacer_team_size: str = "auto"
     """C, ranks that gather their queries: point-to-point traffic falls by C. A number, or auto, which lets
-    the planner choose C, K, the order and what travels (`megatron-ext plan wallfacer` shows its table)."""
+    the planner choose C, K, the order, what travels and how keys move (`megatron-ext plan wallfacer` shows
+    its table)."""
 
     wallfacer_kv_bundle: int | None = None
     """K, shares of keys and values that travel together; C if not given. C times K must divide
@@ -28,9 +29,10 @@ class WallfacerConfig:
     """What is kept for the backward pass: a rank's own queries and keys, or (team) also those of its team and
     its first bundle, which are then not gathered again."""
 
-    wallfacer_movement: Literal["relocate", "direct"] = "relocate"
+    wallfacer_movement: Literal["relocate", "direct"] | None = None
     """How keys reach the rings: gathered by the owners of a bundle and sent on (relocate, the paper's), or
-    sent by each owner to all holders (direct), which sends less."""
+    sent by each owner to all holders (direct), which sends less. relocate if not given, where the team size
+    is."""
 
     wallfacer_head_chunks: int = 1
     """Parts of the key heads, each gathered while the one before is computed; divides buffers, too."""
@@ -46,3 +48,7 @@ class WallfacerConfig:
 
     wallfacer_bandwidths: str | None = None
     """File of `megatron-ext probe`, which --wallfacer-team-size auto plans with."""
+
+    wallfacer_memory: str | None = None
+    """Memory that attention may take on a rank (buffers of a layer, and what all layers keep), such as 8GB:
+    --wallfacer-team-size auto takes nothing that needs more."""

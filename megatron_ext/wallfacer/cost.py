@@ -7,9 +7,12 @@ link of its own; what leaves the node goes over a NIC, which neighbouring ranks 
                 and over NICs of latency x messages + bytes of its ranks / rate of the NIC
     ring        max(attention of a step, hop) for all steps but the last, then the last one's attention
 
-    forward     max(queries, keys) gathered + keys moved + ring + log-sum-exps + outputs summed
-    backward    max(all gathers, keys gathered and moved) + ring
-                + max(gradients of queries summed, those of keys returned and summed)
+    forward     queries gathered beside keys gathered and moved, ring, log-sum-exps, outputs summed
+    backward    all gathers beside keys gathered and moved, ring,
+                gradients of queries summed beside those of keys returned and summed
+
+What runs beside each other shares the links, and keys that are gathered first are moved after that: the
+longer of all that is sent as one phase, and of the phases of keys one after the other.
 
 Attention takes 4 B hq d operations for each pair of a query and a key that it sees in the forward pass, and
 10 in the backward pass.
@@ -112,6 +115,8 @@ class Prediction:
     cost: Cost
     links: Links
     rate: float | None = None
+    attached: bool = False
+    """Whether attention is part of what is recomputed; see `Cost.backward`."""
 
     @cached_property
     def forward_flows(self) -> list[list[Flow]]:
@@ -121,7 +126,7 @@ class Prediction:
     @cached_property
     def backward_flows(self) -> list[list[Flow]]:
         """By rank."""
-        return [self.cost.backward(rank) for rank in range(self._size)]
+        return [self.cost.backward(rank, attached=self.attached) for rank in range(self._size)]
 
     def bytes(self) -> tuple[list[Sent], list[Sent]]:
         """(forward, backward) by rank."""
@@ -138,19 +143,16 @@ class Prediction:
         areas = step_areas(self.cost.plan)
         forward, backward = FORWARD_OPERATIONS, BACKWARD_OPERATIONS
         f, b = self.forward_flows, self.backward_flows
-        first = max(
-            self._phase(f, "gather queries"), self._phase(f, "gather keys") + self._phase(f, "relocate keys")
-        ) + self._phase(f, "move keys")
+        placing = ("gather keys", ("relocate keys", "move keys"))
+        first = self._beside(f, ("gather queries",), placing)
         ends = self._phase(f, "gather log-sum-exps") + self._phase(f, "sum outputs")
         ahead = first + self._ring(f, areas, forward, ("hops of keys",)) + ends
-        gathers = self._phase(b, "gather queries", "gather gradients", "gather statistics")
-        placing = self._phase(b, "gather keys") + self._phase(b, "relocate keys", "move keys")
         hops = ("hops of keys", "hops of queries", "hops of gradients")
-        home = self._phase(b, "return gradients") + self._phase(b, "sum key gradients")
+        home = ("return gradients", "sum key gradients")
         back = (
-            max(gathers, placing)
+            self._beside(b, ("gather queries", "gather gradients", "gather statistics"), placing)
             + self._ring(b, areas, backward, hops)
-            + max(self._phase(b, "sum query gradients"), home)
+            + self._beside(b, ("sum query gradients",), home)
         )
         attention = max(self._compute(sum(steps), forward + backward) for steps in areas)
         return Seconds(ahead, back, attention)
@@ -167,6 +169,14 @@ class Prediction:
             ],
             self.links,
         )
+
+    def _beside(
+        self, flows: list[list[Flow]], alone: tuple[str, ...], chain: Sequence[str | tuple[str, ...]]
+    ) -> float:
+        """Flows of queries beside those of keys, which follow each other."""
+        links = [(names,) if isinstance(names, str) else names for names in chain]
+        everything = self._phase(flows, *alone, *(name for names in links for name in names))
+        return max(everything, sum(self._phase(flows, *names) for names in links))
 
     def _compute(self, area: float, operations: int) -> float:
         if self.rate is None:

@@ -70,6 +70,11 @@ class Geometry:
         """R, attention steps of a rank."""
         return self.size // (self.team_size * self.bundle_size)
 
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Context-parallel rank of each number; orders that have the same ones are the same."""
+        return tuple(self.rank_of(number) for number in range(self.size))
+
     @property
     def num_teams(self) -> int:
         """T = P / C."""

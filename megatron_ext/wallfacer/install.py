@@ -34,7 +34,7 @@ def options_of(flags: Namespace) -> Options:
     return Options(
         backward=flags.wallfacer_backward,
         keep=flags.wallfacer_keep,
-        movement=flags.wallfacer_movement,
+        movement=flags.wallfacer_movement or "relocate",
         head_chunks=flags.wallfacer_head_chunks,
         sum_type=flags.wallfacer_sum_dtype,
         grad_type=flags.wallfacer_grad_dtype,
@@ -45,7 +45,8 @@ def options_of(flags: Namespace) -> Options:
 def wallfacer_agreement(args: Namespace) -> dict[str, object]:
     """What ranks must agree on: `auto` reads a file, and what is sent follows from all flags."""
     flags = {field.name: getattr(args, field.name) for field in fields(WallfacerConfig)}
-    del flags["wallfacer_bandwidths"]  # how a choice was found does not matter, if it is the same
+    for name in ("wallfacer_bandwidths", "wallfacer_memory"):
+        del flags[name]  # how a choice was found does not matter, if it is the same
     return {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
 
 
@@ -90,6 +91,7 @@ def wallfacer_describe(args: Namespace, flags: Namespace) -> dict[str, Any]:
         "ring_length": geometry.ring_length,
         "order": geometry.order,
         "backward": flags.wallfacer_backward,
+        "movement": options_of(flags).movement if geometry.bundle_size > 1 else None,
         "chosen_by": getattr(flags, "wallfacer_chosen_by", "flags"),
     }
 

@@ -6,12 +6,14 @@ zeros, which changes no score, and cut off again.
 
 import functools
 import importlib.util
+import logging
 from importlib import metadata
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+LOG = logging.getLogger(__name__)
 TYPES = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 OLDEST = (2, 7)
@@ -66,6 +68,13 @@ class TorchFlash(_Flash):
     """torch's build."""
 
     name = "torch-flash"
+
+    def why_not(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+        """See `kernels.Kernel`."""
+        problem = super().why_not(device, dtype, head_dim)
+        if problem is None and not torch.backends.cuda.is_flash_attention_available():
+            return "this torch was built without it"
+        return problem
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -129,11 +138,27 @@ class FlashAttn(_Flash):
 
 @functools.cache
 def _package_problem() -> str | None:
+    """Why the package cannot be used. That it is there and broken is worth a warning: who installed it would
+    not expect another kernel."""
     if importlib.util.find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
-    version = metadata.version("flash-attn")
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        return f"flash-attn {version} is too old, {'.'.join(map(str, OLDEST))} is needed"
+    problem = _installed_problem()
+    if problem is not None:
+        LOG.warning("flash-attn is installed and cannot be used: %s", problem)
+    return problem
+
+
+def _installed_problem() -> str | None:
+    try:
+        version = metadata.version("flash-attn")
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+            return f"flash-attn {version} is too old, {'.'.join(map(str, OLDEST))} is needed"
+        from flash_attn.flash_attn_interface import (  # noqa: F401
+            _wrapped_flash_attn_backward,
+            _wrapped_flash_attn_forward,
+        )
+    except Exception as error:  # a build for another torch raises what it likes
+        return f"the package flash-attn does not import ({type(error).__name__}: {error})"
     return None
 
 

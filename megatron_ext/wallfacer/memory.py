@@ -3,6 +3,7 @@
     saved      from the forward to the backward pass, for every layer and microbatch in flight: q, k, v, the
                output and the log-sum-exps of the team's rows; with keep=team also the team's queries and the
                first bundle
+    result     the part of it that a recomputed layer keeps: the output and the log-sum-exps
     forward,   buffers in use at a time, of one layer: the next one uses them again. Exact: what
     backward   Scratch.peak_bytes measures. Gathered queries C q, two bundles 2 K kv and sums in fp32 make
                the most of it; chunks of heads divide it
@@ -23,6 +24,7 @@ class Memory:
     """Of one rank, in bytes."""
 
     saved: int
+    result: int
     forward: int
     backward: int
     kernel: int
@@ -67,6 +69,7 @@ def memory(cost: Cost, rank: int, *, attached: bool = False) -> Memory:
     model = _Model(replace(cost, shape=shape), rank, kept=cost.options.keep == "team" and not attached)
     return Memory(
         saved=chunks * model.saved(),
+        result=chunks * model.result(),
         forward=_peak(model.forward(), chunks),
         backward=_peak(model.backward(), chunks),
         kernel=model.kernel(),
@@ -108,11 +111,15 @@ class _Model:
 
     def saved(self) -> int:
         """Of one chunk."""
-        own = (2 * self.query + self.keys) * self.item + self.teams * self.statistics
+        own = (self.query + self.keys) * self.item + self.result()
         if self.kept:
             own += self.teams * self.query * self.item if self.teams > 1 else 0
             own += self.size * self.keys * self.item if self.size > 1 else 0
         return own
+
+    def result(self) -> int:
+        """Of one chunk."""
+        return self.query * self.item + self.teams * self.statistics
 
     def kernel(self) -> int:
         """Gradients of the largest tile."""

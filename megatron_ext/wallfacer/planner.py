@@ -1,4 +1,5 @@
-"""Which team size, bundle, placement and backward pass to take: all that are valid, by predicted time."""
+"""Which team size, bundle, placement, movement and backward pass to take: all that are valid, by predicted
+time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,8 +8,9 @@ from functools import lru_cache
 from megatron_ext.wallfacer.cost import Links, Prediction, Seconds, Sent
 from megatron_ext.wallfacer.geometry import ORDERS, Geometry, shapes
 from megatron_ext.wallfacer.memory import Memory, memory
-from megatron_ext.wallfacer.options import Options
+from megatron_ext.wallfacer.options import Movement, Options
 from megatron_ext.wallfacer.plan import make_plan
+from megatron_ext.wallfacer.recompute import Kept
 from megatron_ext.wallfacer.sequence import Layout
 from megatron_ext.wallfacer.tiles import CAUSAL, Mask
 from megatron_ext.wallfacer.volume import Cost, Shape, Travels
@@ -28,17 +30,18 @@ class Situation:
     links: Links
     mask: Mask = CAUSAL
     options: Options = field(default_factory=Options)
-    """What candidates have in common; `backward` auto lets them differ."""
+    """What candidates have in common, besides `movement`; `backward` auto lets them differ in that, too."""
     rate: float | None = None
     """Operations per second that a rank reaches; None leaves attention's own time out."""
-    layers: int = 1
-    """Whose saved tensors a rank keeps at a time: layers of a stage times microbatches in flight."""
+    kept: Kept = field(default_factory=Kept)
+    """What a rank keeps at a time."""
     memory_limit: int | None = None
     """Bytes that attention may take; None for no limit."""
     team_size: int | None = None
     """Only candidates of this team size, and so on; None for all."""
     bundle_size: int | None = None
     order: str | None = None
+    movement: Movement | None = None
     native_sums: bool = False
     """Whether sums are the library's reduce-scatter (NCCL)."""
 
@@ -49,13 +52,14 @@ class Candidate:
 
     geometry: Geometry
     backward: Travels
+    movement: Movement
     seconds: Seconds
     forward_bytes: tuple[Sent, ...]
     """By rank."""
     backward_bytes: tuple[Sent, ...]
     memory: Memory
     needed: int
-    """Bytes of a rank: buffers of one layer, and what all layers save."""
+    """Bytes of a rank: buffers of one layer, and what all layers keep."""
     fits: bool
 
     @property
@@ -67,6 +71,21 @@ class Candidate:
     def between(self) -> float:
         """The same to other nodes."""
         return self._mean("between")
+
+    def choices(self) -> dict[str, str | int]:
+        """Flags that it stands for, by destination, without those that change nothing."""
+        g = self.geometry
+        found: dict[str, str | int] = {
+            "wallfacer_team_size": str(g.team_size),
+            "wallfacer_kv_bundle": g.bundle_size,
+        }
+        if g.places != replace(g, order="gpa").places:
+            found["wallfacer_order"] = g.order
+        if g.ring_length > 1:
+            found["wallfacer_backward"] = self.backward
+        if g.bundle_size > 1:
+            found["wallfacer_movement"] = self.movement
+        return found
 
     @property
     def is_ring(self) -> bool:
@@ -87,9 +106,8 @@ def geometries(situation: Situation) -> Iterator[Geometry]:
         seen = set()
         for order in ORDERS if s.order is None else (s.order,):
             geometry = Geometry(s.size, team, bundle, order)
-            places = tuple(geometry.rank_of(number) for number in range(s.size))
-            if places not in seen:
-                seen.add(places)
+            if geometry.places not in seen:
+                seen.add(geometry.places)
                 yield geometry
 
 
@@ -100,17 +118,38 @@ def backwards(situation: Situation, geometry: Geometry) -> Sequence[Travels]:
     return ("keys",) if geometry.ring_length == 1 else ("keys", "queries")
 
 
-def candidate(situation: Situation, geometry: Geometry, backward: Travels) -> Candidate:
+def movements(situation: Situation, geometry: Geometry) -> Sequence[Movement]:
+    """How keys can reach the rings; a bundle of one share starts where it is."""
+    if geometry.bundle_size == 1:
+        return ("relocate",)
+    return ("relocate", "direct") if situation.movement is None else (situation.movement,)
+
+
+def candidate(
+    situation: Situation, geometry: Geometry, backward: Travels, movement: Movement = "relocate"
+) -> Candidate:
     """What one choice costs."""
     s = situation
     plan = make_plan(geometry, s.layout, s.mask)
-    cost = Cost(plan, s.shape, replace(s.options, backward=backward), s.native_sums)
-    prediction = Prediction(cost, s.links, s.rate)
-    held = memory(cost, _busiest(geometry))
-    needed = max(held.forward, held.backward) + held.kernel + s.layers * held.saved
-    ahead, back = prediction.bytes()
-    fits = s.memory_limit is None or needed <= s.memory_limit
-    return Candidate(geometry, backward, prediction.seconds(), tuple(ahead), tuple(back), held, needed, fits)
+    cost = Cost(plan, s.shape, replace(s.options, backward=backward, movement=movement), s.native_sums)
+    prediction = Prediction(cost, s.links, s.rate, s.kept.attached)
+    held = memory(cost, _busiest(geometry), attached=s.kept.attached)
+    needed = max(held.forward, held.backward) + held.kernel + _kept_bytes(held, s.kept)
+    return Candidate(
+        geometry,
+        backward,
+        movement,
+        prediction.seconds(),
+        *(tuple(each) for each in prediction.bytes()),
+        held,
+        needed,
+        fits=s.memory_limit is None or needed <= s.memory_limit,
+    )
+
+
+def _kept_bytes(held: Memory, kept: Kept) -> int:
+    again = min(kept.at_once, kept.recomputed) * (held.saved - held.result)
+    return kept.whole * held.saved + kept.recomputed * held.result + again
 
 
 def _busiest(geometry: Geometry) -> int:
@@ -126,9 +165,10 @@ def ranking(situation: Situation) -> tuple[Candidate, ...]:
     plain ring attention is taken before others, then what sends least to other nodes, then least at all.
     """
     found = [
-        candidate(situation, geometry, backward)
+        candidate(situation, geometry, backward, movement)
         for geometry in geometries(situation)
         for backward in backwards(situation, geometry)
+        for movement in movements(situation, geometry)
     ]
     fitting = sorted((c for c in found if c.fits), key=_slowness)
     others = sorted((c for c in found if not c.fits), key=lambda c: (c.needed, _slowness(c)))
@@ -155,6 +195,7 @@ def _plainness(c: Candidate) -> tuple:
         geometry.bundle_size,
         ORDERS.index(geometry.order),
         c.backward,
+        c.movement != "relocate",
     )
 
 
@@ -172,7 +213,7 @@ def reason(found: Sequence[Candidate]) -> str:
     if not best.fits:
         return (
             "nothing fits in memory; this needs the least. Use more context-parallel ranks, fewer "
-            "microbatches in flight or --wallfacer-head-chunks"
+            "microbatches in flight, recomputation or --wallfacer-head-chunks"
         )
     ring = next((c for c in found if c.is_ring and c.fits), None)
     if best.is_ring:

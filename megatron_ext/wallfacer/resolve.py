@@ -7,13 +7,18 @@ the launcher compares the choice over all ranks (`wallfacer_agreement`) and stop
 import os
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_ext.paro.groups import ranks_per_node
 from megatron_ext.paro.network import Link, Network
+from megatron_ext.tools.compare_units import human_bytes
+from megatron_ext.tools.plan_units import parse_size
 from megatron_ext.wallfacer.cost import Links
 from megatron_ext.wallfacer.install import options_of
 from megatron_ext.wallfacer.planner import Candidate, Situation, ranking, reason
+from megatron_ext.wallfacer.recompute import kept_of_run
+from megatron_ext.wallfacer.rules_effect import idle_flags
 from megatron_ext.wallfacer.sequence import whole
 from megatron_ext.wallfacer.tiles import Mask
 from megatron_ext.wallfacer.volume import Shape
@@ -26,38 +31,63 @@ CPU_INSIDE, CPU_NIC, CPU_RATE = 2e9, 1.25e9, 2e10
 
 
 def resolve(args: Namespace, flags: Namespace) -> None:
-    """Set team size, bundle, order and backward pass in both sets of arguments, and say on rank 0 why.
+    """Set team size, bundle, order, movement and backward pass in both sets of arguments, and say on rank 0
+    why.
 
     Raises:
-        ValueError: the file of bandwidths cannot be used.
+        ValueError: the file of bandwidths cannot be used, or nothing fits into --wallfacer-memory.
     """
     from megatron_ext.record import on_gpu
 
     situation, source = situation_of_run(args, flags, gpu=on_gpu())
     found = ranking(situation)
     best = found[0]
+    if not best.fits:
+        raise ValueError(
+            f"--wallfacer-memory {flags.wallfacer_memory}: no team size and bundle of --wallfacer-team-size "
+            f"auto needs so little; the least is {human_bytes(float(best.needed))}. Allow that, use more "
+            "context-parallel ranks, full recomputation or --wallfacer-head-chunks."
+        )
+    idle = without_effect(flags, best)
     for name, value in chosen(best).items():
         setattr(args, name, value)
         setattr(flags, name, value)
     flags.wallfacer_chosen_by = f"auto ({source})"
     if int(os.environ.get("RANK", "0")) == 0:
-        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen(best).items())
-        print(
-            f"[megatron_ext] --wallfacer-team-size auto: {words} ({source}): {reason(found)}.",
-            file=sys.stderr,
-            flush=True,
-        )
+        words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in best.choices().items())
+        lines = [f"{words} ({source}): {reason(found)}. {memory_words(situation, found)}", *idle]
+        for line in lines:
+            print(f"[megatron_ext] --wallfacer-team-size auto: {line}", file=sys.stderr, flush=True)
 
 
-def chosen(candidate: Candidate) -> dict[str, str | int]:
-    """Flags that a candidate stands for, by destination."""
+def chosen(candidate: Candidate) -> dict[str, str | int | None]:
+    """Flags that a candidate stands for, by destination, those that change nothing included."""
     geometry = candidate.geometry
     return {
         "wallfacer_team_size": str(geometry.team_size),
         "wallfacer_kv_bundle": geometry.bundle_size,
         "wallfacer_order": geometry.order,
         "wallfacer_backward": candidate.backward,
+        "wallfacer_movement": candidate.movement if geometry.bundle_size > 1 else None,
     }
+
+
+def memory_words(situation: Situation, found: Sequence[Candidate]) -> str:
+    """What the first of a ranking takes, beside a plain ring, as a sentence."""
+    best, kept = found[0], situation.kept
+    layers = kept.whole + kept.recomputed
+    text = f"Attention of {layers} layers in flight takes about {human_bytes(float(best.needed))} of a rank"
+    ring = next((c for c in found if c.is_ring), None)
+    if ring is not None and ring is not best:
+        text += f", {human_bytes(float(ring.needed))} as a plain ring"
+    limit = situation.memory_limit
+    return f"{text}." if limit is None else f"{text}; {human_bytes(float(limit))} are allowed."
+
+
+def without_effect(flags: Namespace, best: Candidate) -> list[str]:
+    """Flags that were given and change nothing in what was chosen, each as a sentence. With sizes that are
+    given they are refused (`rules.flags_change_something`); here they were there for other choices."""
+    return [f"{flag} changes nothing here: {why}." for flag, why in idle_flags(flags, best.geometry)]
 
 
 def situation_of_run(args: Namespace, flags: Namespace, *, gpu: bool) -> tuple[Situation, str]:
@@ -74,17 +104,23 @@ def situation_of_run(args: Namespace, flags: Namespace, *, gpu: bool) -> tuple[S
     itemsize = 2 if args.bf16 or args.fp16 else 4
     shape = Shape(args.micro_batch_size, heads // tensor, max(1, keys // tensor), args.kv_channels, itemsize)
     links, source = _links(args, flags, gpu)
-    left = None if not args.window_size or args.window_size[0] < 0 else args.window_size[0]
+    # What a model says that is not causal, or deals out its tokens in another way: see dit/rules.py.
+    causal = not getattr(args, "bidirectional_attention", False)
+    split = getattr(args, "token_split", None) or "zigzag"
+    left, right = (None if side < 0 else side for side in args.window_size or (-1, -1))
     situation = Situation(
         size=args.context_parallel_size,
-        layout=whole(args.seq_length),
+        layout=whole(args.seq_length, split),
         shape=shape,
         links=links,
-        mask=Mask(left, 0),
+        mask=Mask(left, 0 if causal else right),
         options=options_of(flags),
         rate=GPU_RATE if gpu else CPU_RATE,
         bundle_size=flags.wallfacer_kv_bundle,
         order=flags.wallfacer_order,
+        movement=flags.wallfacer_movement,
+        kept=kept_of_run(args),
+        memory_limit=None if flags.wallfacer_memory is None else parse_size(flags.wallfacer_memory),
         native_sums=gpu,
     )
     return situation, source
@@ -92,7 +128,12 @@ def situation_of_run(args: Namespace, flags: Namespace, *, gpu: bool) -> tuple[S
 
 def _links(args: Namespace, flags: Namespace, gpu: bool) -> tuple[Links, str]:
     tensor = args.tensor_model_parallel_size
-    per_node = ranks_per_node(os.environ, args.world_size)
+    try:
+        per_node = ranks_per_node(os.environ, args.world_size)
+    except ValueError as error:
+        raise ValueError(
+            f"--wallfacer-team-size auto: {error}, or give --wallfacer-team-size a number."
+        ) from None
     on_node = max(1, per_node // tensor)
     if flags.wallfacer_bandwidths is not None:
         network = _read(flags.wallfacer_bandwidths)

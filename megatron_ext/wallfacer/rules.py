@@ -3,8 +3,10 @@
 from argparse import Namespace
 from dataclasses import fields
 
+from megatron_ext.tools.plan_units import SIZE_EXAMPLE, parse_size
 from megatron_ext.wallfacer.config import WallfacerConfig
 from megatron_ext.wallfacer.geometry import Geometry, shapes
+from megatron_ext.wallfacer.rules_effect import EFFECT_RULES
 
 LARGEST_HEAD_ON_GPU = 256
 
@@ -135,9 +137,7 @@ def kernel_for_type(args: Namespace) -> str | None:
     found = []
     if not (args.bf16 or args.fp16):
         found.append("fp32, where fused kernels compute in bf16 and fp16: add --bf16")
-    dim = args.kv_channels
-    if dim is None and args.hidden_size and args.num_attention_heads:
-        dim = args.hidden_size // args.num_attention_heads
+    dim = _head_dim(args)
     if dim and dim > LARGEST_HEAD_ON_GPU:
         found.append(
             f"heads of {dim}, where theirs are at most {LARGEST_HEAD_ON_GPU}: use more heads or --kv-channels"
@@ -161,6 +161,33 @@ def kernel_for_device(args: Namespace) -> str | None:
     )
 
 
+def kernel_runs_here(args: Namespace) -> str | None:
+    """What only this machine knows: its GPU, and the packages that are installed and can be imported."""
+    import torch
+
+    from megatron_ext.record import on_gpu
+
+    if args.distributed_backend == "gloo" or kernel_for_type(args) or kernel_for_device(args):
+        return None
+    place = int(getattr(args, "local_rank", None) or 0)
+    if not torch.cuda.is_available() or place >= torch.cuda.device_count() or not on_gpu():
+        return None  # stock says it
+    from megatron_ext.wallfacer.kernels import select
+
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    try:
+        select(args.wallfacer_kernel, torch.device("cuda", place), dtype, _head_dim(args) or 1)
+    except ValueError as error:
+        return f"--wallfacer-kernel {args.wallfacer_kernel}: {error}."
+    return None
+
+
+def _head_dim(args: Namespace) -> int | None:
+    if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
+        return args.hidden_size // args.num_attention_heads
+    return args.kv_channels
+
+
 def heads_by_chunks(args: Namespace) -> str | None:
     """Each chunk has whole key heads."""
     heads, chunks = _heads(args), args.wallfacer_head_chunks
@@ -176,7 +203,7 @@ def heads_by_chunks(args: Namespace) -> str | None:
 def window_looks_back(args: Namespace) -> str | None:
     """A causal model sees nothing behind a token."""
     window = args.window_size
-    if not window or window[1] in (0, -1):
+    if not window or window[1] in (0, -1) or getattr(args, "bidirectional_attention", False):
         return None
     return (
         f"--window-size {window[0]},{window[1]}: a causal row sees no later keys. Set --window-size "
@@ -184,14 +211,24 @@ def window_looks_back(args: Namespace) -> str | None:
     )
 
 
-def bandwidths_are_for_auto(args: Namespace) -> str | None:
-    """Nobody else reads the file."""
-    if args.wallfacer_bandwidths is None or args.wallfacer_team_size == "auto":
+def planning_is_for_auto(args: Namespace) -> str | None:
+    """Nobody else reads the file and the limit."""
+    names = [name for name in ("bandwidths", "memory") if getattr(args, f"wallfacer_{name}") is not None]
+    if not names or args.wallfacer_team_size == "auto":
         return None
+    flags = " and ".join(f"--wallfacer-{name}" for name in names)
     return (
-        f"--wallfacer-bandwidths is for --wallfacer-team-size auto, and it is {args.wallfacer_team_size}. "
-        "Remove one of them."
+        f"{flags} {'is' if len(names) == 1 else 'are'} for --wallfacer-team-size auto, and it is "
+        f"{args.wallfacer_team_size}. Remove one of them."
     )
+
+
+def memory_is_a_size(args: Namespace) -> str | None:
+    """With its unit."""
+    text = args.wallfacer_memory
+    if text is None or parse_size(text):
+        return None
+    return f"--wallfacer-memory {text}: that is no size above zero. Write it as {SIZE_EXAMPLE}."
 
 
 RULES = (
@@ -204,9 +241,12 @@ RULES = (
     layers_it_knows,
     kernel_for_type,
     kernel_for_device,
+    kernel_runs_here,
     heads_by_chunks,
     window_looks_back,
-    bandwidths_are_for_auto,
+    planning_is_for_auto,
+    memory_is_a_size,
+    *EFFECT_RULES,
 )
 
 

@@ -44,9 +44,31 @@ def test_report(capsys):
     assert found[4, 4][2] == "1"
     assert "Take C=2 and K=1: 1.49 times as fast as plain ring attention" in text
     assert text.rstrip().endswith(
-        "--context-parallel-size 16 --cp-comm-type wallfacer --wallfacer-team-size 2 --wallfacer-kv-bundle 1 "
-        "\\\n  --wallfacer-order gap --wallfacer-backward keys"
+        "--context-parallel-size 16 --cp-comm-type wallfacer \\\n  --wallfacer-team-size 2 "
+        "--wallfacer-kv-bundle 1 --wallfacer-order gap --wallfacer-backward keys"
     )
+
+
+def test_movements(capsys):
+    """Both are compared, and the one to take is named; with K=1 there is none."""
+    text = run(capsys, *TWO_NODES, "--wallfacer-kv-bundle", "2")
+    assert "--wallfacer-movement direct" in text
+    data = json.loads(run(capsys, *TWO_NODES, "--json"))
+    moves = {(c["kv_bundle"] > 1, c["movement"]) for c in data["candidates"]}
+    assert moves == {(False, None), (True, "direct"), (True, "relocate")}
+    only = json.loads(run(capsys, *TWO_NODES, "--json", "--wallfacer-movement", "relocate"))
+    assert {c["movement"] for c in only["candidates"]} == {None, "relocate"}
+
+
+def test_recomputation(capsys):
+    layers = ["--num-layers", "32", "--pipeline-model-parallel-size", "2", "--wallfacer-team-size", "2"]
+    plain = json.loads(run(capsys, *TWO_NODES, *layers, "--json"))
+    full = [*layers, "--recompute-granularity", "full", "--recompute-method", "uniform"]
+    data = json.loads(run(capsys, *TWO_NODES, *full, "--json"))
+    assert plain["layers"]["whole"] == data["layers"]["recomputed"] == 32
+    assert data["candidates"][0]["memory"]["needed"] < plain["candidates"][0]["memory"]["needed"]
+    assert "with what\n32 recomputed layers in flight keep" in run(capsys, *TWO_NODES, *full)
+    assert "with what\n32 layers in flight keep" in run(capsys, *TWO_NODES, *layers)
 
 
 def test_all_candidates(capsys):

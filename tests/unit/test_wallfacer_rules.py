@@ -1,6 +1,7 @@
 """Every rule of WallFacer with its message, its flags, and the process groups that it makes."""
 
 import argparse
+import sys
 
 import pytest
 
@@ -16,6 +17,12 @@ from tests.unit.stock_args import gpt
 REFUSED = wallfacer._REFUSED
 # Options that only these rules read.
 OTHERS = {
+    "bidirectional_attention": False,
+    "recompute_method": None,
+    "recompute_modules": None,
+    "recompute_num_layers": None,
+    "token_split": None,
+    "hierarchical_context_parallel_sizes": None,
     **dict.fromkeys(REFUSED, None),
     "attention_dropout": 0.0,
     "cp_comm_type": ["wallfacer"],
@@ -57,6 +64,12 @@ def only(**changes):
         {"cp_comm_type": ["wallfacer", "p2p"]},
         {"window_size": (128, 0)},
         {"window_size": (128, -1)},
+        {"window_size": (128, 4), "bidirectional_attention": True},
+        {"wallfacer_team_size": "auto", "wallfacer_memory": "2GB", "wallfacer_movement": "direct"},
+        {"wallfacer_team_size": "auto", "wallfacer_keep": "team", "wallfacer_sum_dtype": "model"},
+        {"wallfacer_keep": "team", "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"cp_comm_type": ["wallfacer", "p2p"], "attention_backend": "flash"},
+        {"attention_backend": "local"},
         {"group_query_attention": True, "num_query_groups": 4, "wallfacer_head_chunks": 4},
     ],
 )
@@ -168,8 +181,166 @@ def test_window_looks_back():
     assert only(window_size=(128, 4)).endswith("a causal row sees no later keys. Set --window-size 128,0.")
 
 
-def test_bandwidths_without_auto():
-    assert "is for --wallfacer-team-size auto, and it is 2" in only(wallfacer_bandwidths="links.json")
+def test_what_only_the_planner_reads():
+    text = only(wallfacer_bandwidths="links.json")
+    assert text.startswith("--wallfacer-bandwidths is for --wallfacer-team-size auto, and it is 2")
+    text = only(wallfacer_bandwidths="links.json", wallfacer_memory="1GB")
+    assert text.startswith("--wallfacer-bandwidths and --wallfacer-memory are for --wallfacer-team-size auto")
+
+
+@pytest.mark.parametrize("size", ["much", "0GB", "12"])
+def test_memory_is_a_size(size):
+    text = only(wallfacer_team_size="auto", wallfacer_memory=size)
+    assert text.startswith(f"--wallfacer-memory {size}: that is no size above zero. Write it as ")
+
+
+# --- flags that would change nothing -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag", "why"),
+    [
+        ({"team": 1, "wallfacer_order": "pga"}, "order pga", "with C=1 and K=1 it places ranks as gpa does"),
+        (
+            {"team": 2, "bundle": 4, "wallfacer_backward": "queries"},
+            "backward queries",
+            "with C=2 and K=4 on 8 ranks nothing goes round",
+        ),
+        (
+            {"team": 2, "bundle": 1, "wallfacer_movement": "direct"},
+            "movement direct",
+            "with K=1 keys start where they are",
+        ),
+        (
+            {"team": 1, "wallfacer_keep": "team"},
+            "keep team",
+            "with C=1 and K=1 nothing is gathered that could be kept",
+        ),
+        (
+            {"team": 1, "bundle": 2, "wallfacer_sum_dtype": "model"},
+            "sum-dtype model",
+            "with C=1 no outputs are sent to be summed",
+        ),
+        (
+            {"bf16": False, "distributed_backend": "gloo", "wallfacer_sum_dtype": "model"},
+            "sum-dtype model",
+            "without --bf16 or --fp16 the model's type is fp32",
+        ),
+        (
+            {"bf16": False, "distributed_backend": "gloo", "wallfacer_grad_dtype": "model"},
+            "grad-dtype model",
+            "without --bf16 or --fp16 the model's type is fp32",
+        ),
+    ],
+)
+def test_flags_without_effect(changes, flag, why):
+    changes = dict(changes)
+    if "team" in changes:
+        changes |= {"wallfacer_team_size": str(changes.pop("team"))}
+        changes |= {"wallfacer_kv_bundle": changes.pop("bundle", None)}
+    assert only(**changes) == f"--wallfacer-{flag} changes nothing: {why}. Remove what is named."
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective"},
+        {"recompute_activations": True},
+    ],
+)
+@pytest.mark.parametrize("team", ["2", "auto"])
+def test_kept_tensors_of_recomputed_layers(recompute, team):
+    text = only(wallfacer_keep="team", wallfacer_team_size=team, **recompute)
+    granularity = recompute.get("recompute_granularity", "selective")
+    assert text.startswith(
+        f"--wallfacer-keep team changes nothing: with --recompute-granularity {granularity} attention of all"
+    )
+
+
+def test_some_layers_recomputed():
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    assert problems(wallfacer_keep="team", num_layers=4, **block) == []
+
+
+def test_options_of_other_attention():
+    flash = type("AttnBackend", (), {"name": "flash"})()
+    text = only(attention_backend=flash)
+    assert text.startswith("--attention-backend flash changes nothing: it chooses among the kernels of Trans")
+    assert text.endswith("Remove what is named. --wallfacer-kernel names a kernel of ours.")
+    text = only(hierarchical_context_parallel_sizes=[2, 4])
+    assert text.startswith("--hierarchical-context-parallel-sizes 2 4 changes nothing: it is for layers with")
+
+
+# --- what only the machine knows ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of this capability, as far as torch says."""
+
+    def make(capability, flash=True):
+        import torch
+
+        from megatron_ext import record
+        from megatron_ext.wallfacer import kernels_cuda
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
+        monkeypatch.setattr(record, "on_gpu", lambda: True)
+        kernels_cuda._package_problem.cache_clear()
+
+    yield make
+    from megatron_ext.wallfacer import kernels_cuda
+
+    kernels_cuda._package_problem.cache_clear()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch-flash"])
+def test_old_gpus(gpu, kernel):
+    gpu((7, 5))
+    text = only(wallfacer_kernel=kernel)
+    assert text.startswith(f"--wallfacer-kernel {kernel}: no attention kernel for torch.bfloat16")
+    assert "torch-flash: it needs an Ampere GPU or a later one" in text
+    assert "name the kernel 'reference'" in text
+    assert problems(wallfacer_kernel="reference") == []
+    gpu((8, 0))
+    assert problems(wallfacer_kernel=kernel) == []
+
+
+def test_torch_without_flash_attention(gpu):
+    gpu((9, 0), flash=False)
+    assert "torch-flash: this torch was built without it" in only(wallfacer_kernel="torch-flash")
+
+
+def broken_package(folder, version="2.8.3", code="raise ImportError('undefined symbol: _ZN3c10')"):
+    (folder / "flash_attn").mkdir()
+    (folder / "flash_attn" / "__init__.py").write_text(code + "\n")
+    info = folder / f"flash_attn-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("package", "why"),
+    [
+        ({}, "the package flash-attn does not import (ImportError: undefined symbol: _ZN3c10)"),
+        ({"version": "2.5.0"}, "flash-attn 2.5.0 is too old, 2.7 is needed"),
+        ({"code": ""}, "the package flash-attn does not import (ModuleNotFoundError: "),
+    ],
+)
+def test_a_package_that_cannot_be_used(gpu, tmp_path, monkeypatch, caplog, package, why):
+    broken_package(tmp_path, **package)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    gpu((9, 0))
+    assert why in only(wallfacer_kernel="flash-attn")
+    assert f"flash-attn is installed and cannot be used: {why}" in caplog.text
+    assert problems() == []  # torch's own is there
+    sys.modules.pop("flash_attn", None)
 
 
 def test_the_next_valid_sequence_length_is_named():
@@ -245,6 +416,7 @@ def test_describe():
         "ring_length": 2,
         "order": "gpa",
         "backward": "auto",
+        "movement": "relocate",
         "chosen_by": "flags",
     }
     chosen = argparse.Namespace(**vars(args), wallfacer_chosen_by="auto (links.json)")
