@@ -22,6 +22,8 @@ class DiTTransformerConfig(TransformerConfig):
     """Megatron's configuration of the layers, of a model whose stages all embed the condition."""
 
     has_cond_embedder: bool = True
+    token_split: str = "contiguous"
+    """How context-parallel ranks get their tokens (`tokens.share_of_rank`), for WallFacer's windows."""
 
 
 @dataclass(kw_only=True)

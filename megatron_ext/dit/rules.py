@@ -155,15 +155,15 @@ def context_parallel_attention(args: Namespace) -> str | None:
     )
 
 
-def windows_need_zigzag(args: Namespace) -> str | None:
-    """A rank holds neighbouring tokens here; windows are counted in Megatron's zigzag order of tokens."""
+def windows_need_wallfacer(args: Namespace) -> str | None:
+    """A rank holds neighbouring tokens here; only WallFacer is told so, others count in zigzag order."""
     cp, window = args.context_parallel_size, args.window_size
-    if cp == 1 or not window:
+    if cp == 1 or not window or set(args.cp_comm_type) == {"wallfacer"}:
         return None
     return (
         f"--window-size {window[0]},{window[1]} with --context-parallel-size {cp}: windows across ranks are "
-        "those of Megatron's zigzag order, and pictures are dealt out in neighbouring tokens. Remove "
-        "--window-size, or set --context-parallel-size 1."
+        "those of Megatron's zigzag order, and pictures are dealt out in neighbouring tokens. Set "
+        "--cp-comm-type wallfacer for all layers, or --context-parallel-size 1, or remove --window-size."
     )
 
 
@@ -178,7 +178,7 @@ RULES: tuple[Callable[[Namespace], str | None], ...] = (
     shares_make_sense,
     stock_options_fit,
     context_parallel_attention,
-    windows_need_zigzag,
+    windows_need_wallfacer,
 )
 
 
@@ -188,8 +188,10 @@ def problems_of(args: Namespace) -> list[str]:
 
 
 def stock_defaults(args: Namespace) -> dict[str, Any]:
-    """What stock asks for, and the flags of `DiTConfig` (all that `args` holds) say or nobody needs."""
+    """What stock asks for, and the flags of `DiTConfig` (all that `args` holds) say or nobody needs; and what
+    WallFacer must know of a model that is not a GPT."""
     out = {"tokenizer_type": "NullTokenizer", "vocab_size": 1}
+    out |= {"token_split": "contiguous", "bidirectional_attention": True}
     if sizes_positive(args) or patches_fit(args):
         return out  # refused later, with all other problems
     tokens = geometry_of(args).num_tokens

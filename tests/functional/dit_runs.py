@@ -7,7 +7,7 @@ from megatron_ext.wallfacer.geometry import Geometry
 from megatron_ext.wallfacer.options import Options
 from megatron_ext.wallfacer.plan import make_plan
 from megatron_ext.wallfacer.sequence import whole
-from megatron_ext.wallfacer.tiles import BIDIRECTIONAL
+from megatron_ext.wallfacer.tiles import BIDIRECTIONAL, Mask
 from megatron_ext.wallfacer.volume import Cost, Shape
 from tests.functional.runs import REPO, Run, launch, merged, read_record
 from tests.functional.wallfacer_runs import assert_calls
@@ -36,10 +36,18 @@ def train(
 
 
 def assert_context_parallel(
-    run: Run, cp: int, team: int, bundle: int, *, tp: int = 1, pp: int = 1, recomputed: bool = False
+    run: Run,
+    cp: int,
+    team: int,
+    bundle: int,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    recomputed: bool = False,
+    mask: Mask = BIDIRECTIONAL,
 ) -> None:
     """WallFacer ran, in both directions over contiguous chunks: bytes of every step and rank by formula."""
-    plan = make_plan(Geometry(cp, team, bundle), whole(TOKENS, "contiguous"), BIDIRECTIONAL)
+    plan = make_plan(Geometry(cp, team, bundle), whole(TOKENS, "contiguous"), mask)
     heads = HEADS // tp
     cost = Cost(plan, Shape(MICRO_BATCH, heads, heads, HEAD_DIM, 4), Options())
     microbatches = BATCH // MICRO_BATCH // (len(run.lines) // (cp * tp * pp))

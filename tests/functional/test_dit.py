@@ -13,6 +13,7 @@ from PIL import Image
 
 from megatron_ext.grads import assemble
 from megatron_ext.tools.grads import judge
+from megatron_ext.wallfacer.tiles import Mask
 from tests.functional.dit_runs import assert_context_parallel, train
 from tests.functional.runs import REPO, Run, assert_close, launch
 from tests.functional.wallfacer_runs import flags_of
@@ -24,6 +25,7 @@ PP = ["--pipeline-model-parallel-size", "2"]
 VPP = ["--num-layers-per-virtual-pipeline-stage", "1"]
 DISTOPT = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+WINDOW, SEEN = ["--window-size", "3,1"], Mask(3, 1)
 full = pytest.mark.full
 
 # name: world, flags, a kind of communication that this layout cannot do without
@@ -50,12 +52,15 @@ CONTEXT = {
     "dp2-cp2-distopt": (4, 2, 2, 1, DISTOPT, {}),
     "tp2-sp-pp2-cp2": (8, 2, 1, 1, [*SP, *PP], {"tp": 2, "pp": 2}),
     "pp2-dp2-cp2-distopt": (8, 2, 2, 1, [*PP, *DISTOPT], {"pp": 2}),
+    "cp4-window": (4, 4, 1, 1, WINDOW, {"mask": SEEN}),
+    "cp2-window": (2, 2, 2, 1, WINDOW, {"mask": SEEN}),
+    "cp4-2x2-window-recompute": (4, 4, 2, 2, [*WINDOW, *RECOMPUTE], {"mask": SEEN, "recomputed": True}),
 }
 LAYOUTS |= {
     name: (world, [*flags_of(cp, team, bundle), *flags], "all_gather" if team * bundle > 1 else "send")
     for name, (world, cp, team, bundle, flags, _) in CONTEXT.items()
 }
-SUBSET = {"tp2-sp-cp2", "pp2-dp2-distopt", "cp4-2x2-recompute"}
+SUBSET = {"tp2-sp-cp2", "pp2-dp2-distopt", "cp4-2x2-recompute", "cp4-window"}
 STEPS, SAVED = 6, 4  # of a run, and the step of a checkpoint to resume from
 RESUMED = {"tp2-sp-cp2", "pp2", "tp2-sp", "dp2-cp2-distopt"}
 CASES = [pytest.param(name, marks=[] if name in SUBSET else [full]) for name in LAYOUTS]
@@ -73,13 +78,13 @@ def seed(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(seed, tmp_path_factory):
-    """Name of a layout, or "one", to its run; made at first use."""
+    """Name of a layout, or "one" and "one-window", to its run; made at first use."""
     made: dict[str, Run] = {}
 
     def get(name: str) -> Run:
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            world, flags, _ = LAYOUTS.get(name, (1, [], None))
+            world, flags, _ = LAYOUTS.get(name, (1, WINDOW if "window" in name else [], None))
             checks = "replicas,bytes" if name in CONTEXT else "replicas"
             more = ["--ext-check", checks, "--ext-dump-grads", str(folder), *DRAW]
             if name in RESUMED:
@@ -90,9 +95,14 @@ def trained(seed, tmp_path_factory):
     return get
 
 
+def one_rank(name: str) -> str:
+    """What a layout must be like."""
+    return "one-window" if "window" in name else "one"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_layout_trains_like_one_rank(trained, name):
-    one, run = trained("one"), trained(name)
+    one, run = trained(one_rank(name)), trained(name)
     assert_close(one.losses(), run.losses(), 1e-5)
     assert_close(one.grad_norms(), run.grad_norms(), 1e-4)
     verdict = judge(assemble(one.folder), assemble(run.folder), 5e-6)
@@ -102,6 +112,12 @@ def test_layout_trains_like_one_rank(trained, name):
     if name in CONTEXT:
         _, cp, team, bundle, _, how = CONTEXT[name]
         assert_context_parallel(run, cp, team, bundle, **how)
+
+
+def test_a_window_changes_the_model(trained):
+    """Otherwise those with one would compare nothing of it."""
+    plain, windowed = trained("one").losses(), trained("one-window").losses()
+    assert abs(plain[1] - windowed[1]) > 1e-3 * plain[1]
 
 
 def test_gradients_reach_every_weight(trained):
@@ -116,7 +132,7 @@ def test_gradients_reach_every_weight(trained):
 
 @pytest.mark.parametrize("name", CASES)
 def test_layout_draws_the_same_samples(trained, name):
-    one, run = (Image.open(trained(n).folder / "samples" / "samples.png") for n in ("one", name))
+    one, run = (Image.open(trained(n).folder / "samples" / "samples.png") for n in (one_rank(name), name))
     assert one.size == (2 * 10 * 4, 10 * 10 * 4)  # 10 classes x 2 samples of 8 x 8 pixels with a border, x 4
     difference = np.asarray(one).astype(int) - np.asarray(run).astype(int)
     assert abs(difference).max() <= 2

@@ -39,6 +39,7 @@ def test_good_jobs():
     parallel = {"context_parallel_size": 4, "dit_samples": "out"}
     assert rules.problems_of(job(**parallel, transformer_impl="transformer_engine")) == []
     assert rules.problems_of(job(**parallel, cp_comm_type=["wallfacer"])) == []
+    assert rules.problems_of(job(**parallel, cp_comm_type=["wallfacer"], window_size=(3, 2))) == []
     selective = job(recompute_granularity="selective", recompute_modules=["core_attn"])
     assert rules.problems_of(selective) == []
     assert rules.problems_of(job(dit_label_dropout=0.0, dit_samples="out", dit_guidance=1.0)) == []
@@ -59,7 +60,12 @@ REFUSED = [
         "16 tokens a sample cannot be split evenly",
     ),
     (
-        {"context_parallel_size": 2, "cp_comm_type": ["wallfacer"], "window_size": (3, 0)},
+        {
+            "context_parallel_size": 2,
+            "cp_comm_type": ["wallfacer", "p2p"],
+            "transformer_impl": "transformer_engine",
+            "window_size": (3, 0),
+        },
         "--window-size 3,0 with --context-parallel-size 2: windows across ranks are those of Megatron's",
     ),
     ({"dit_channels": 3}, "--dit-channels 3: digits have 1"),
