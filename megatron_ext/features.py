@@ -58,6 +58,8 @@ class Context:
 
     flags: Namespace
     groups: "GroupRegistry"
+    step_fields: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    """By feature, filled by its patches: what a step's line of the run record says under its name."""
 
 
 @dataclass(frozen=True)

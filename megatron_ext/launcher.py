@@ -132,8 +132,9 @@ class Launcher:
         if self.on:
             self.groups = groups.GroupRegistry()
             out += groups.catalogue() + group_patches(self)
+        context = features.Context(self.flags, self.groups)
         for feature in self.on:
-            out += feature.patches(features.Context(self.flags, self.groups))
+            out += feature.patches(context)
         # The record comes last: wraps compose in order, so it sees what everything else did.
         out += checks.patches(self.flags.ext_check)
         if self.flags.ext_memory:
@@ -145,6 +146,7 @@ class Launcher:
         if self.flags.ext_report:
             self.record = record.RunRecord(self.flags.ext_report, self.rank, {})
             self.record.memory = self.memory
+            self.record.step_fields = context.step_fields
             out += record.patches(self.record)
         return out
 

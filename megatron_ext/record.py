@@ -62,6 +62,8 @@ class RunRecord:
         self._startup_peak: int | None = None
         self.memory: Any = None
         """A `memory_step.StepMemory`, when memory is measured by category."""
+        self.step_fields: dict[str, Callable[[], dict[str, Any]]] = {}
+        """What features say about a step that has ended, by their names."""
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one line in a single system call."""
@@ -158,6 +160,9 @@ class RunRecord:
             fields["losses"] = losses
         if self.memory is not None and (measured := self.memory.take()):
             fields["memory"] = measured
+        for name, take in self.step_fields.items():
+            if found := take():
+                fields[name] = found
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             if hasattr(part, "record_fields"):
                 fields.update(part.record_fields())

@@ -7,9 +7,10 @@ A layer's projections, norms and rotary embedding stay what its spec says (local
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from megatron_ext.groups import device_of
 from megatron_ext.wallfacer.function import Result, Rings
+from megatron_ext.wallfacer.packed import PackedLayouts
 from megatron_ext.wallfacer.plan import make_plan
-from megatron_ext.wallfacer.sequence import Layout, packed, whole
+from megatron_ext.wallfacer.sequence import Layout, whole
 from megatron_ext.wallfacer.tiles import Mask
 from megatron_ext.wallfacer.volume import Cost, Shape
 
@@ -34,6 +36,24 @@ PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
 """Of packed documents only: otherwise the padding would be in the mask, which is not read."""
 
 
+class Noted(NamedTuple):
+    """A forward pass."""
+
+    layer: "WallFacerAttention"
+    cost: Cost
+    backward: Literal["own", "attached"] | None
+    """What follows: a backward pass, that of a recomputed pass, or none, where nothing before is trained."""
+
+
+@dataclass
+class Recomputation:
+    """Of the checkpointed function that is running."""
+
+    comes: bool = True
+    """Whether it will be computed again. It will not where none of its inputs wants a gradient: the layers
+    before it, and it, are frozen."""
+
+
 @dataclass
 class Setup:
     """What all layers of a rank share."""
@@ -41,55 +61,13 @@ class Setup:
     rings: Rings
     cp_ranks: tuple[int, ...]
     """Global ranks of the context-parallel group."""
-    calls: list[tuple["WallFacerAttention", Cost, bool]] | None = None
-    """Forward passes since this was emptied, where bytes are checked: the layer, what the call costs, whether
-    the layer will be recomputed."""
+    calls: list[Noted] | None = None
+    """Since this was emptied, where bytes are checked."""
+    recomputation: Recomputation = field(default_factory=Recomputation)
     layers: list["WallFacerAttention"] = field(default_factory=list)
-    _layouts: deque = field(default_factory=lambda: deque(maxlen=64))
-
-    def packed_layout(self, params: "PackedSeqParams") -> Layout:
-        """Of packed documents; read from the device once per microbatch, not once per layer."""
-        found = next((layout for known, layout in self._layouts if known is params), None)
-        if found is None:
-            found = layout_of(params)
-            self._layouts.append((params, found))
-        return found
-
-
-def layout_of(params: "PackedSeqParams") -> Layout:
-    """Documents of Megatron's packed sequences, each of which is dealt out by itself.
-
-    Raises:
-        ValueError: a format other than thd, queries and keys of other lengths, or ranks of its own.
-    """
-    if params.qkv_format != "thd":
-        raise ValueError(f"packed sequences in the format {params.qkv_format!r}: WallFacer reads thd alone")
-    if params.local_cp_size is not None or params.cp_group is not None:
-        raise ValueError(
-            "packed sequences that name context-parallel ranks of their own (dynamic context parallelism): "
-            "WallFacer's teams are made of all of them. Use another --cp-comm-type"
-        )
-    query, keys = (
-        _ends(padded, filled)
-        for padded, filled in (
-            (params.cu_seqlens_q_padded, params.cu_seqlens_q),
-            (params.cu_seqlens_kv_padded, params.cu_seqlens_kv),
-        )
-    )
-    if query != keys:
-        raise ValueError(
-            "packed sequences whose queries and keys have other lengths: WallFacer wants one set"
-        )
-    return packed(*query)
-
-
-def _ends(padded: Tensor | None, filled: Tensor) -> tuple[list[int], list[int]]:
-    """Ends of documents with and without padding; what collated batches are filled up with is left out."""
-    rows = list(zip((filled if padded is None else padded).tolist(), filled.tolist(), strict=True))
-    while len(rows) > 2 and rows[-1] == rows[-2]:
-        rows.pop()
-    with_padding, without = zip(*rows, strict=True)
-    return list(with_padding), list(without)
+    once: set["WallFacerAttention"] = field(default_factory=set)
+    """Layers whose checkpointed passes do not come again: what is checkpointed must be frozen."""
+    layouts: PackedLayouts = field(default_factory=PackedLayouts)
 
 
 def _make_offset(config: "TransformerConfig", heads: int, device: torch.device) -> Tensor | None:
@@ -100,6 +78,8 @@ def _make_offset(config: "TransformerConfig", heads: int, device: torch.device) 
     if config.softmax_type == "off-by-one":
         return torch.zeros(heads, **values)
     offset = torch.nn.Parameter(torch.empty(heads, **values))
+    # Heads are split: otherwise the gradient norm would count those of the first tensor-parallel rank alone.
+    set_tensor_model_parallel_attributes(offset, True, 0, 1)
     if config.perform_initialization:
         config.init_method(offset)
     return offset
@@ -142,6 +122,7 @@ class WallFacerAttention(MegatronModule):
                 f"of {list(setup.cp_ranks)}: build layers with Megatron's own context-parallel group"
             )
         self.attn_mask_type = attn_mask_type
+        self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.softmax_scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         windowed = is_layer_window_attention(
@@ -150,8 +131,10 @@ class WallFacerAttention(MegatronModule):
         self.window = tuple(config.window_size) if windowed else (-1, -1)
         heads = config.num_attention_heads // self.tp_group.size()
         self.softmax_offset = _make_offset(config, heads, device_of(pg_collection.cp))
+        self.split = getattr(config, "token_split", "zigzag")
+        """How tokens are dealt out to the ranks: what the model's configuration says, or as stock does."""
         self.setup = setup
-        self.results: deque[Result] = deque()
+        self.results: deque[tuple[Layout, Result]] = deque()
         """Of layers that will be recomputed, oldest first: backward passes come in the order of forward
         passes."""
         setup.layers.append(self)
@@ -190,10 +173,10 @@ class WallFacerAttention(MegatronModule):
         left, right = (None if side < 0 else side for side in self.window)
         mask = Mask(left, 0 if causal else right)
         if packed_seq_params is not None:
-            layout = self.setup.packed_layout(packed_seq_params)
+            layout = self.setup.layouts.get(packed_seq_params, self)
         else:
-            # Attention without any mask does not depend on where tokens are.
-            split = "contiguous" if mask == Mask() else "zigzag"
+            # Without any mask it does not matter where tokens are, and shares in one piece make larger tiles.
+            split = "contiguous" if mask == Mask() else self.split
             layout = whole(query.shape[0] * len(self.setup.cp_ranks), split)
         return {"layout": layout, "mask": mask, "scale": self.softmax_scale, "sink": self.softmax_offset}
 
@@ -205,21 +188,39 @@ class WallFacerAttention(MegatronModule):
                     f"layer {self} is recomputed more often than it was computed: WallFacer keeps one result "
                     "for each pass. Use --cp-comm-type p2p, or no recomputation"
                 )
-            return rings.attach(self.results.popleft(), *tensors, **given)
-        self._note(tensors, given, again)
-        if again:
-            result = rings.run(*tensors, **given)
-            self.results.append(result)
-            return result.out
-        return rings.attend(*tensors, **given)
+            layout, result = self.results.popleft()
+            if layout != given["layout"]:
+                raise RuntimeError(
+                    f"layer {self} is recomputed with other documents than it was computed with: its "
+                    "PackedSeqParams were changed in between. Give each microbatch its own"
+                )
+            return rings.attach(result, *tensors, **given)
+        if not again:
+            wanted = any(x is not None and x.requires_grad for x in (*tensors, given["sink"]))
+            self._note(tensors, given, "own" if wanted and torch.is_grad_enabled() else None)
+            return rings.attend(*tensors, **given)
+        comes = self.setup.recomputation.comes
+        self._note(tensors, given, "attached" if comes else None)
+        result = rings.run(*tensors, **given)
+        if comes:
+            self.results.append((given["layout"], result))
+        else:
+            self.setup.once.add(self)
+        return result.out
 
-    def _note(self, tensors: tuple[Tensor, Tensor, Tensor], given: dict[str, Any], again: bool) -> None:
+    def _note(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        given: dict[str, Any],
+        backward: Literal["own", "attached"] | None,
+    ) -> None:
         if self.setup.calls is None:
             return
         rings, (query, key, _) = self.setup.rings, tensors
         plan = make_plan(rings.geometry, given["layout"], given["mask"])
         native = query.is_cuda
-        self.setup.calls.append((self, Cost(plan, Shape.of(query, key), rings.options, native), again))
+        cost = Cost(plan, Shape.of(query, key), rings.options, native)
+        self.setup.calls.append(Noted(self, cost, backward))
 
     def sharded_state_dict(
         self,

@@ -21,7 +21,8 @@ def around_step(setup: Callable[[], "Setup"], check_bytes: bool, original: Calla
     def train_step(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-        step = bound(original, args, kwargs)["iteration"] + 1
+        call = bound(original, args, kwargs)
+        step = call["iteration"] + 1
         ours = setup()
         if check_bytes:
             ours.calls.clear()
@@ -33,11 +34,36 @@ def around_step(setup: Callable[[], "Setup"], check_bytes: bool, original: Calla
                 f"step {step}: {left} attention results that were kept for recomputation were not used, so "
                 "passes and recomputations do not match. Run without recomputation, and report this"
             )
+        require_frozen(ours, call["model"], step)
         if check_bytes:
             compare(ours, get_num_microbatches(), before, sent_bytes(), step)
         return result
 
     return train_step
+
+
+def require_frozen(setup: "Setup", model: Any, step: int) -> None:
+    """Raises RuntimeError: weights that are trained were checkpointed where nothing that goes in wants a
+    gradient. Autograd then never comes back, and they get none."""
+    if not setup.once:
+        return
+    for module in (module for chunk in model for module in chunk.modules()):
+        core = getattr(getattr(module, "self_attention", None), "core_attention", None)
+        if core not in setup.once:
+            continue
+        whole = core.config.recompute_granularity == "full"
+        inside = module if whole else core
+        trained = [name for name, param in inside.named_parameters() if param.requires_grad]
+        if trained:
+            raise RuntimeError(
+                f"step {step}: {'layer' if whole else 'attention of layer'} {core.layer_number} is "
+                f"recomputed and trained ({trained[0]}), and all before it is frozen. Nothing that goes into "
+                "it wants a gradient, so Megatron never recomputes it and its weights get none; without "
+                "WallFacer this happens, too, and nothing says so. Use --recompute-granularity selective, or "
+                "--recompute-method block for frozen layers alone, or let the embedding's output require a "
+                "gradient"
+            )
+    setup.once.clear()
 
 
 def sent_bytes() -> Volume:
@@ -49,8 +75,10 @@ def sent_bytes() -> Volume:
 def expected_bytes(setup: "Setup") -> Volume:
     """Of the calls that were noted, with their backward passes."""
     rank, found = setup.rings.rank, Counter()
-    for _, cost, recomputed in setup.calls:
-        found.update(totals([*cost.forward(rank), *cost.backward(rank, attached=recomputed)]))
+    for _, cost, backward in setup.calls:
+        found.update(totals(cost.forward(rank)))
+        if backward is not None:
+            found.update(totals(cost.backward(rank, attached=backward == "attached")))
     return dict(found)
 
 

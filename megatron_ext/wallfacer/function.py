@@ -62,6 +62,9 @@ class Rings:
     def __init__(self, geometry: Geometry, groups: TrafficGroups, options: Options, rank: int):
         self.geometry, self.groups, self.options, self.rank = geometry, groups, options, rank
         self.scratch = Scratch()
+        self.ran: dict[str, set[str]] = {"kernels": set(), "backward": set()}
+        """What was used since `take_ran`: kernels by name, and what went round in backward passes ("none" in
+        rings of one rank)."""
         self._kernels: dict[tuple[torch.device, torch.dtype, int], Kernel] = {}
         self._judged: set[tuple[str, Mask]] = set()
 
@@ -131,6 +134,13 @@ class Rings:
             LOG.info("attention kernel %s for %s on %s", self._kernels[key].name, q.dtype, q.device)
         return self._kernels[key]
 
+    def take_ran(self) -> dict[str, list[str]]:
+        """`ran`, sorted, which is emptied; nothing if nothing ran."""
+        found = {name: sorted(used) for name, used in self.ran.items() if used}
+        for used in self.ran.values():
+            used.clear()
+        return found
+
     # --- inside --------------------------------------------------------------------------------------------
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, mask: Mask, scale: float) -> Call:
@@ -164,6 +174,7 @@ class Rings:
     def _forward(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *, keep: bool
     ) -> Result:
+        self.ran["kernels"].add(call.kernel.name)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         rows = self.geometry.team_size * q.shape[0]
         lse = torch.empty((rows, *q.shape[1:3]), dtype=call.wide, device=q.device)
@@ -190,6 +201,7 @@ class Rings:
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         cost = Cost(call.plan, Shape.of(q, k), self.options)
         travels = cost.travels()
+        self.ran["backward"].add(travels if self.geometry.ring_length > 1 else "none")
         dots = dot_rows(grad, result.out) if cost.sends_dots() or sink is not None else None
         statistics = dots if cost.sends_dots() else result.out
         chunks = self._chunks(q, k, v, grad, statistics, result.lse, *grads)

@@ -16,7 +16,7 @@ from megatron_ext.wallfacer.options import Options
 
 if TYPE_CHECKING:
     from megatron_ext.features import Context, Group
-    from megatron_ext.wallfacer.attention import Setup
+    from megatron_ext.wallfacer.attention import Recomputation, Setup
 
 COMM_TYPE = "wallfacer"
 """The value of --cp-comm-type that turns it on."""
@@ -99,7 +99,15 @@ def wallfacer_describe(args: Namespace, flags: Namespace) -> dict[str, Any]:
 def wallfacer_patches(context: "Context") -> list[Patch]:
     """Core attention of the layers that ask for it, a microbatch's number of tokens, and checks of a step."""
     flags, registry = context.flags, context.groups
-    setup = functools.cache(lambda: make_setup(flags, registry))
+
+    @functools.cache
+    def recomputation() -> "Recomputation":
+        from megatron_ext.wallfacer.attention import Recomputation
+
+        return Recomputation()
+
+    setup = functools.cache(lambda: make_setup(flags, registry, recomputation()))
+    context.step_fields["wallfacer"] = lambda: setup().rings.take_ran()
 
     def tokens(original: Any) -> Any:
         from megatron_ext.wallfacer.loss import over_all_tokens
@@ -121,6 +129,13 @@ def wallfacer_patches(context: "Context") -> list[Patch]:
             needs=("submodules", "cp_comm_type"),
         ),
         Patch(
+            "megatron.core.tensor_parallel.random:checkpoint",
+            functools.partial(_will_be_recomputed, recomputation),
+            "wrap",
+            "layers keep results only where they are recomputed, which frozen ones are not",
+            "wallfacer",
+        ),
+        Patch(
             "megatron.core.pipeline_parallel.schedules:forward_step_calc_loss",
             tokens,
             "wrap",
@@ -134,12 +149,12 @@ def wallfacer_patches(context: "Context") -> list[Patch]:
             "wrap",
             "every kept attention result was used, and bytes are those of the formulas",
             "wallfacer",
-            needs=("iteration",),
+            needs=("model", "iteration"),
         ),
     ]
 
 
-def make_setup(flags: Namespace, registry: Any) -> "Setup":
+def make_setup(flags: Namespace, registry: Any, recomputation: "Recomputation") -> "Setup":
     """What all layers of this rank share. The process groups must exist."""
     import torch.distributed as dist
 
@@ -155,7 +170,26 @@ def make_setup(flags: Namespace, registry: Any) -> "Setup":
     groups = groups_of(registry.__getitem__, geometry)
     rings = Rings(geometry, groups, options_of(flags), context.rank())
     ranks = tuple(dist.get_process_group_ranks(context))
-    return Setup(rings, ranks, calls=[] if "bytes" in flags.ext_check else None)
+    calls = [] if "bytes" in flags.ext_check else None
+    return Setup(rings, ranks, calls=calls, recomputation=recomputation)
+
+
+def _will_be_recomputed(recomputation: Callable[[], "Recomputation"], original: Callable) -> Callable:
+    """Wrap of `checkpoint`: whether its function will run again, which autograd decides by its inputs."""
+
+    @functools.wraps(original)
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        wanted = any(isinstance(x, torch.Tensor) and x.requires_grad for x in (*args, *kwargs.values()))
+        state = recomputation()
+        before, state.comes = state.comes, wanted and torch.is_grad_enabled()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            state.comes = before
+
+    return checkpoint
 
 
 def _our_core_attention(setup: Callable[[], "Setup"], original: Callable) -> Callable:

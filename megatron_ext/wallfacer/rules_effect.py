@@ -90,6 +90,8 @@ def options_of_other_attention(args: Namespace) -> str | None:
         text = getattr(value, "name", value)  # of an enum
         if not text or text in ("auto", "local"):  # local chooses layers, too
             continue
+        if text == "unfused" and args.distributed_backend == "gloo":
+            continue  # the default of --cpu
         text = " ".join(map(str, text)) if isinstance(text, (list, tuple)) else text
         found.append((f"{flag} {text}", f"it {why}, and all layers have --cp-comm-type wallfacer"))
     advice = " --wallfacer-kernel names a kernel of ours." if any("backend" in f for f, _ in found) else ""

@@ -1,5 +1,6 @@
 """The attention module of Megatron's layers, against dense attention: masks, documents, sinks, recomputation."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -146,15 +147,15 @@ def test_packed_documents():
 def test_documents_are_read_once_and_without_what_fills_up():
     import torch
 
-    from megatron_ext.wallfacer.attention import layout_of
+    from megatron_ext.wallfacer.packed import layout_of
     from tests.dist.wallfacer_cases import Case
 
     assert layout_of(packed_params([0, 16, 32, 32, 32])) == packed([0, 16, 32])
     assert layout_of(packed_params([0, 16, 32, 32], [0, 9, 9, 9])) == packed([0, 16, 32], [0, 9, 9])
     _, setup = build(Case(dtype=torch.float64), Geometry(SIZE, 2, 2))
     params = packed_params([0, 32, 64])
-    assert setup.packed_layout(params) is setup.packed_layout(params)
-    assert setup.packed_layout(packed_params([0, 16, 64])).documents[0].end == 16
+    assert setup.layouts.get(params, "a layer") is setup.layouts.get(params, "another")
+    assert setup.layouts.get(packed_params([0, 16, 64]), "a layer").documents[0].end == 16
 
 
 @pytest.mark.parametrize("softmax", ["off-by-one", "learnable"])
@@ -256,6 +257,49 @@ def test_recomputation_repeats_neither_attention_nor_communication():
         first[0][1]()
 
 
+@ranks(SIZE)
+def test_documents_that_change_before_they_are_recomputed():
+    import torch
+
+    from tests.dist.wallfacer_cases import Case
+
+    case = Case(layout=packed([0, 32, 64]), mask=CAUSAL, dtype=torch.float64)
+    module, setup = build(case, Geometry(SIZE, 2, 2))
+    leaves, _ = own(case, setup)
+    params = packed_params([0, 32, 64])
+    call = functools.partial(module, packed_seq_params=params)
+    _, again = recomputed(call, [x.squeeze(1) for x in leaves])
+    params.cu_seqlens_q.copy_(torch.tensor([0, 16, 64]))
+    with pytest.raises(RuntimeError, match="recomputed with other documents"):
+        again()
+
+
+@ranks(SIZE)
+def test_a_frozen_layer_keeps_nothing():
+    """Its pass is checkpointed, and never comes again."""
+    import torch
+
+    from megatron_ext.wallfacer.install import _will_be_recomputed
+    from tests.dist.wallfacer_cases import Case
+
+    module, setup = build(Case(), Geometry(SIZE, 2, 2))
+    leaves, _ = own(Case(), setup)
+    checkpoint = _will_be_recomputed(lambda: setup.recomputation, lambda run, _, *args: recomputed(run, args))
+    frozen = [x.detach() for x in leaves]
+    checkpoint(module, False, *frozen)
+    assert not module.results
+    (noted,) = setup.calls
+    assert noted.backward is None
+    checkpoint(module, False, *leaves)
+    assert len(module.results) == 1
+    assert setup.calls[1].backward == "attached"
+    with torch.no_grad():
+        module(*leaves, None)
+    module(*frozen, None)
+    module(*leaves, None)
+    assert [call.backward for call in setup.calls[2:]] == [None, None, "own"]
+
+
 # --- what it refuses ---------------------------------------------------------------------------------------
 
 
@@ -265,7 +309,7 @@ def test_what_it_refuses():
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from megatron_ext.wallfacer.attention import layout_of
+    from megatron_ext.wallfacer.packed import layout_of
     from tests.dist.wallfacer_cases import Case
 
     case, geometry = Case(), Geometry(SIZE, 2, 2)

@@ -17,7 +17,7 @@ from megatron_ext.grads import assemble
 from megatron_ext.tools.grads import judge
 from megatron_ext.wallfacer.options import Options
 from megatron_ext.wallfacer.tiles import Mask
-from tests.functional.paro_runs import script, seed, stock
+from tests.functional.paro_runs import freeze, script, seed, stock
 from tests.functional.runs import LLAMA, MODEL, SCRIPT, Run, assert_close, data, merged, read_record, train
 from tests.functional.test_stock_parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP
 from tests.functional.wallfacer_runs import assert_ran, flags_of, like_stock
@@ -48,6 +48,7 @@ LAYOUTS = {
     "tp2-cp4-sp": (8, 4, 2, 2, [TP, "2", SP], {"tp": 2}),
     "tp2-cp2-sp-recompute": (4, 2, 2, 1, [TP, "2", SP, *FULL_RECOMPUTE], {"tp": 2, "recomputed": True}),
     "tp2-cp2": (4, 2, 1, 2, [TP, "2"], {"tp": 2}),
+    "tp2-cp2-sink": (4, 2, 2, 1, [TP, "2", SP], {"tp": 2}),
     "pp2-cp4": (8, 4, 2, 2, [PP, "2"], {"pp": 2}),
     "pp2-cp2-recompute": (4, 2, 1, 1, [PP, "2", *FULL_RECOMPUTE], {"pp": 2, "recomputed": True}),
     "pp2-cp2-interleaved": (4, 2, 2, 1, [PP, "2", *VPP, *FULL_RECOMPUTE], {"pp": 2, "recomputed": True}),
@@ -71,7 +72,8 @@ FAST = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else [full]) for n in LAYOUTS])
 def test_trains_like_one_rank(tmp_path, name):
     world, cp, team, bundle, flags, how = LAYOUTS[name]
-    run = like_stock(tmp_path, world, *flags_of(cp, team, bundle), *flags)
+    arch = [*LLAMA, *LEARNED] if name.endswith("sink") else LLAMA
+    run = like_stock(tmp_path, world, *flags_of(cp, team, bundle), *flags, arch=tuple(arch))
     assert_ran(run, cp, team, bundle, **how)
 
 
@@ -187,6 +189,33 @@ def test_recomputation_repeats_nothing(tmp_path):
     assert_ran(runs[1], 4, 2, 2)
 
 
+FIRST_LAYER = [*FULL_RECOMPUTE, "--recompute-method", "block", "--recompute-num-layers", "1"]
+BEHIND_THE_FIRST = "'embedding' not in name and 'layers.0.' not in name"
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [SELECTIVE, pytest.param(FIRST_LAYER, marks=full), pytest.param([], marks=full)],
+    ids=["selective", "block", "none"],
+)
+def test_frozen_layers(tmp_path, recompute):
+    """The first layer and the embedding are not trained, so the first layer is not recomputed, and has no
+    backward pass."""
+    run = like_stock(tmp_path, 4, *flags_of(4, 2, 1), *recompute, patch=freeze(BEHIND_THE_FIRST))
+    assert_ran(run, 4, 2, 1, recomputed=recompute == SELECTIVE, frozen=1)
+
+
+def test_trained_layers_behind_frozen_ones_that_are_recomputed(tmp_path):
+    """Megatron does not train them, silently."""
+    flags = [*LLAMA, *flags_of(2, 2, 1), *FULL_RECOMPUTE]
+    run = train(
+        tmp_path, 2, *flags, steps=2, check=False, script=script(freeze(BEHIND_THE_FIRST)), timeout=60
+    )
+    for rank in run.ranks:
+        assert rank.exit_code != 0
+        assert "step 1: layer 2 is recomputed and trained (" in rank.error
+
+
 # --- types -------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +298,7 @@ def test_auto(tmp_path):
     assert said["chosen_by"].startswith("auto (2 GB/s inside")
     text = f"--wallfacer-team-size {said['team_size']} --wallfacer-kv-bundle {said['kv_bundle']}"
     assert f"[megatron_ext] --wallfacer-team-size auto: {text}" in run.output
-    options = Options(backward=said["backward"])
+    options = Options(backward=said["backward"], movement=said["movement"] or "relocate")
     assert_ran(run, 4, said["team_size"], said["kv_bundle"], order=said["order"], options=options)
 
 

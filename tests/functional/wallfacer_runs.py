@@ -69,8 +69,10 @@ def assert_ran(
     mask: Mask = CAUSAL,
     micro_batch_size: int = 1,
     itemsize: int = 4,
+    frozen: int = 0,
 ) -> None:
-    """The record shows the choice, and on every rank and step bytes that equal the formulas, above zero."""
+    """The record shows the choice, kernel and backward pass, and on every rank and step bytes that equal the
+    formulas, above zero. Of the layers, so many `frozen` ones have no backward pass."""
     world = len(run.lines)
     geometry = Geometry(cp, team, bundle, order)
     cost = Cost(
@@ -79,12 +81,15 @@ def assert_ran(
         options or Options(),
     )
     microbatches = BATCH // micro_batch_size // (world // (cp * tp * pp))
-    assert_calls(run, cost, LAYERS // pp * microbatches, recomputed)
+    assert_calls(run, cost, LAYERS // pp * microbatches, recomputed, frozen * microbatches)
 
 
-def assert_calls(run: Run, cost: Cost, times: int, recomputed: bool) -> None:
-    """The record shows the geometry, and on every rank and step bytes above zero of so many calls."""
+def assert_calls(run: Run, cost: Cost, times: int, recomputed: bool, frozen: int = 0) -> None:
+    """The record shows the geometry, the kernel and what went round in the backward pass, and on every rank
+    and step bytes above zero of so many calls, of which `frozen` ones had no backward pass."""
     geometry = cost.plan.geometry
+    kernel = "cpu-flash" if cost.options.kernel == "auto" else cost.options.kernel
+    ran = {"kernels": [kernel], "backward": [cost.travels() if geometry.ring_length > 1 else "none"]}
     for rank in range(len(run.lines)):
         start = run.start(rank)
         assert "wallfacer" in start["features"]
@@ -94,13 +99,14 @@ def assert_calls(run: Run, cost: Cost, times: int, recomputed: bool) -> None:
         assert (said["team_size"], said["kv_bundle"], said["order"]) == chosen
         assert said["ring_length"] == geometry.ring_length
         place = start["coords"]["cp"]
-        call = Counter(totals(cost.forward(place)))
-        call.update(totals(cost.backward(place, attached=recomputed)))
-        expected = {key: count * times for key, count in call.items()}
+        expected = Counter({key: count * times for key, count in totals(cost.forward(place)).items()})
+        back = totals(cost.backward(place, attached=recomputed))
+        expected.update({key: count * (times - frozen) for key, count in back.items()})
         assert expected
         assert all(expected.values())
         for line in run.steps(rank):
             assert sent(line) == expected, (rank, line["step"])
+            assert line["wallfacer"] == ran, (rank, line["step"])
 
 
 def sent(line: dict) -> dict[tuple[str, str], int]:

@@ -70,6 +70,7 @@ def only(**changes):
         {"wallfacer_keep": "team", "recompute_granularity": "selective", "recompute_modules": ["mlp"]},
         {"cp_comm_type": ["wallfacer", "p2p"], "attention_backend": "flash"},
         {"attention_backend": "local"},
+        {"attention_backend": "unfused", "distributed_backend": "gloo"},
         {"group_query_attention": True, "num_query_groups": 4, "wallfacer_head_chunks": 4},
     ],
 )
