@@ -1,7 +1,9 @@
 """Benchmark of 3-D linear layers: one bare transformer layer, forward and backward, on every kind of grid.
 
-    python scripts/bench/linear3d.py --ranks 8 --rate 50mbit             # a lab with one rank on each node
-    python scripts/bench/linear3d.py --ranks 4 8 16 27 --rate 50mbit
+    python scripts/bench/linear3d.py --ranks 4 8 16 --rate 10mbit        # a lab with one rank on each node
+    python scripts/bench/linear3d.py --ranks 4 8 16 --rate 10mbit --weak --output out/linear3d-weak
+    python scripts/bench/linear3d.py --ranks 27 --rate 10mbit --hidden 243 --batch 72 --heads 27
+    python scripts/bench/linear3d.py --ranks 8 --rate 50mbit --gflops 1 --overlap none grads prefetch all
     python scripts/bench/linear3d.py --ranks 8                           # ranks on links without limits
 
 Compared in one run, round by round: stock's tensor and sequence parallelism as shipped (grid 1 x P x 1 over
@@ -9,11 +11,16 @@ gloo's reduce-scatter, input gathered again for weight gradients, as Megatron do
 stock's, see tests/dist/test_linear3d_stock.py), the same over an efficient reduce-scatter, all grids that
 were asked for (by default the best by bytes and the cube), SUMMA in 2-D and Tesseract in 2.5-D where there is
 such a square. A first round, which is not timed, is checked against the layer on one rank, and gives bytes,
-multiply-adds and peak memory. A lab needs root, `ip` and `tc` (`scripts/netlab doctor`). Writes results.json
-and results.md; rows of an earlier run in the same folder are kept unless they are measured again.
+multiply-adds and peak memory; then every method's matrix products are timed alone, on all ranks at once.
+With --gflops each of them takes as long as on a device of that speed that every rank has for itself.
+
+A lab needs root, `ip` and `tc` (`scripts/netlab doctor`). All ranks compute on this machine's cores: choose a
+rate at which the matrix products of 1-D take a small part of its step. Writes results.json, results.md and
+results.svg; rows of an earlier run in the same folder are kept unless they are measured again.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -29,11 +36,12 @@ sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+from charts import bars  # noqa: E402
 from linear3d_report import STOCK, report  # noqa: E402
 
 from megatron_ext.linear3d.grid import Grid3D, factorizations  # noqa: E402
 from megatron_ext.linear3d.sizes import ModelSizes  # noqa: E402
-from megatron_ext.linear3d.splits import fits  # noqa: E402
+from megatron_ext.linear3d.splits import fits, unsplit  # noqa: E402
 from megatron_ext.linear3d.volume import layer_bytes  # noqa: E402
 from megatron_ext.netlab.links import Links, parse_rate  # noqa: E402
 
@@ -41,6 +49,8 @@ from megatron_ext.netlab.links import Links, parse_rate  # noqa: E402
 def main(argv: list[str]) -> int:
     """Measure every number of ranks, and report."""
     args = parse(argv)
+    if problems := "\n".join(text for ranks in args.ranks for text in unfit(args, ranks)):
+        sys.exit(problems)
     for ranks in args.ranks:
         body = functools.partial(measure, args, ranks)
         rows = body() if "RANK" in os.environ else in_ranks(args, ranks, body)
@@ -58,13 +68,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", nargs="+", type=int, default=[8])
     add("--grids", nargs="+", metavar="XxYxZ", help="(default: the best by bytes, and the cube)")
-    add("--hidden", type=int, default=144)
+    add("--hidden", type=int, default=128)
     add("--seq", type=int, help="(default: 8 h tokens in all)")
-    add("--batch", type=int, default=12)
+    add("--batch", type=int, default=16)
     add("--heads", type=int, help="(default: h / 4)")
     add("--weak", action="store_true", help="scale the batch with the ranks: --batch for 8 of them")
     add("--save", choices=("gathered", "shard_weight", "shard_all"), default="gathered")
-    add("--overlap", choices=("all", "none", "grads", "prefetch", "defer"), default="none")
+    add("--overlap", nargs="+", choices=("none", "grads", "prefetch", "defer", "all"), default=["none"])
+    add("--gflops", type=float, help="speed of every rank's matrix products (default: this machine's)")
     add("--rate", type=parse_rate, help="of each node's NIC; builds a lab of one rank on each node")
     add("--rounds", type=int, default=5, help="of every method, in turn; medians are taken")
     add("--output", type=Path, default=Path("out/linear3d"))
@@ -80,6 +91,13 @@ def shape_of(args: argparse.Namespace, ranks: int) -> Any:
     return Shape(seq, batch, args.hidden, args.heads or args.hidden // 4)
 
 
+def unfit(args: argparse.Namespace, ranks: int) -> list[str]:
+    """Why this number of ranks cannot be compared: 1-D is what ratios refer to."""
+    shape = shape_of(args, ranks)
+    grids = [Grid3D(1, ranks, 1), *grids_of(args, ranks, shape)]
+    return [problem.text(grid) for grid in grids for problem in unsplit(sizes_of(shape), grid)]
+
+
 def sizes_of(shape: Any) -> ModelSizes:
     """The same for the formulas."""
     size = shape.hidden // shape.heads
@@ -91,7 +109,7 @@ def grids_of(args: argparse.Namespace, ranks: int, shape: Any) -> list[Grid3D]:
     sizes = sizes_of(shape)
     if args.grids:
         asked = [Grid3D(*map(int, text.split("x"))) for text in args.grids]
-        return [grid for grid in asked if grid.ranks == ranks]
+        return [grid for grid in asked if grid.ranks == ranks and grid != Grid3D(1, ranks, 1)]
     fitting = [grid for grid in factorizations(ranks) if fits(sizes, grid)]
     by_bytes = lambda grid: sum(layer_bytes(sizes, grid, save=args.save, how="ordered").values())  # noqa: E731
     best = min(fitting, key=by_bytes)
@@ -122,6 +140,7 @@ def in_ranks(args: argparse.Namespace, ranks: int, body: Callable[[], list[dict]
 def measure(args: argparse.Namespace, ranks: int) -> list[dict]:
     """All methods in turn, in several rounds; every rank returns the same rows."""
     import torch.distributed as dist
+    from linear3d_compute import Paced
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
@@ -129,9 +148,10 @@ def measure(args: argparse.Namespace, ranks: int) -> list[dict]:
     methods = make_methods(args, ranks, shape)
     rows = {name: check(name, method, shape) for name, method in methods.items()}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
-    for _ in range(args.rounds):
-        for name, method in methods.items():
-            times[name].append(timed(method))
+    with Paced(args.gflops * 5e8) if args.gflops else contextlib.nullcontext():
+        for _ in range(args.rounds):
+            for name, method in methods.items():
+                times[name].append(timed(method))
     for name, row in rows.items():
         forward, backward = (statistics.median(part) for part in zip(*times[name], strict=True))
         both = [sum(pair) for pair in times[name]]
@@ -139,7 +159,7 @@ def measure(args: argparse.Namespace, ranks: int) -> list[dict]:
             "ranks": ranks,
             "rate": args.rate,
             "save": args.save,
-            "overlap": args.overlap,
+            "gflops": args.gflops,
             "shape": [shape.seq, shape.batch, shape.hidden, shape.heads],
             "forward_s": forward,
             "backward_s": backward,
@@ -155,24 +175,28 @@ def make_methods(args: argparse.Namespace, ranks: int, shape: Any) -> dict[str, 
     from linear3d_baselines import Square
     from linear3d_layers import on_grid, on_square
 
-    from megatron_ext.linear3d.chain import Overlap
-
-    none = Overlap(grads=False, prefetch=False, defer=False)
-    on = args.overlap
-    overlap = Overlap(**{key: on in (key, "all") for key in ("grads", "prefetch", "defer")})
     line = Grid3D(1, ranks, 1)
-    made = {}
-    if fits(sizes_of(shape), line):
-        made[STOCK] = on_grid(shape, line, comm(line, "native"), "shard_all", none)
-        made["1-D"] = on_grid(shape, line, comm(line, "ordered"), args.save, none)
+    made = {
+        STOCK: on_grid(shape, line, comm(line, "native"), "shard_all", levels("none")),
+        "1-D": on_grid(shape, line, comm(line, "ordered"), args.save, levels("none")),
+    }
     for grid in grids_of(args, ranks, shape):
-        if grid != line:
-            name = f"3-D {grid}"
-            made[name] = on_grid(shape, grid, comm(grid, "ordered"), args.save, overlap)
+        for level in args.overlap if grid != line else ():
+            name = f"3-D {grid}" + (f", overlap {level}" if level != "none" else "")
+            made[name] = on_grid(shape, grid, comm(grid, "ordered"), args.save, levels(level))
     for q, d in squares(ranks):
         if shape.batch % (q * d) == 0 and shape.hidden % q == 0 and shape.heads % q == 0:
-            made["2-D SUMMA" if d == 1 else f"2.5-D {q} x {q} x {d}"] = on_square(shape, Square(q, d))
+            name = f"2-D SUMMA {q} x {q}" if d == 1 else f"2.5-D {q} x {q} x {d}"
+            made[name] = on_square(shape, Square(q, d, at_once=True))
+            made[f"{name}, panels in turn"] = on_square(shape, Square(q, d, at_once=False))
     return made
+
+
+def levels(name: str) -> Any:
+    """What runs beside what, by the word that --linear-3d-overlap takes."""
+    from megatron_ext.linear3d.chain import Overlap
+
+    return Overlap(**{key: name in (key, "all") for key in ("grads", "prefetch", "defer")})
 
 
 def squares(ranks: int) -> list[tuple[int, int]]:
@@ -233,8 +257,8 @@ def check(name: str, method: Any, shape: Any) -> dict[str, Any]:
     rank."""
     import torch
     import torch.distributed as dist
+    from linear3d_compute import Products
     from linear3d_layers import dense, whole
-    from torch.utils.flop_counter import FlopCounterMode
 
     from megatron_ext import traffic
     from megatron_ext.memory import MemoryTracker
@@ -244,27 +268,47 @@ def check(name: str, method: Any, shape: Any) -> dict[str, Any]:
     expected = dense(shape, x, weights)
     expected.backward(torch.ones_like(expected))
     traffic.ledger().drain()
-    y, _, _ = step(method)
+    with Products() as products:
+        y, _, _ = step(method)
     sent = sum(row["bytes"] for row in traffic.ledger().drain())
     for found, wanted in ((y, expected.detach()), (method.x.grad, x.grad)):
         part = method.part(wanted)
         error = (found - part).abs().max() / part.abs().max()
         assert error < 1e-4, f"{name}: a wrong result, off by {error:.1e}"
-    with FlopCounterMode(display=False) as flops:
-        step(method)
     tracker = MemoryTracker("cpu")
     tracker.hold("weights", [method.x, *method.params])
     tracker.hold_rest()
     with tracker:
         step(method)
     peak = tracker.report()["peak"]
-    numbers = torch.tensor([sent, flops.get_total_flops() // 2, peak], dtype=torch.float64)
+    macs = products.multiply_adds
+    numbers = torch.tensor([sent, macs, -macs, peak, alone(products)], dtype=torch.float64)
     total = torch.tensor([float(sent)], dtype=torch.float64)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    most, macs, memory = (int(value) for value in numbers)
-    mean = total.item() / dist.get_world_size()
-    return {"method": name, "bytes": most, "mean_bytes": mean, "macs": macs, "peak_bytes": memory}
+    most, macs, least, memory, seconds = numbers.tolist()
+    assert macs == -least, f"{name}: ranks differ in their multiply-adds"
+    return {
+        "method": name,
+        "bytes": int(most),
+        "mean_bytes": total.item() / dist.get_world_size(),
+        "macs": int(macs),
+        "peak_bytes": int(memory),
+        "products_s": seconds,
+    }
+
+
+def alone(products: Any) -> float:
+    """Seconds of a layer's matrix products on this rank, while all ranks compute theirs."""
+    import torch.distributed as dist
+
+    compute = products.again()
+    compute()
+    for _ in range(2):
+        dist.barrier()
+    begin = time.perf_counter()
+    compute()
+    return time.perf_counter() - begin
 
 
 def save(folder: Path, rows: list[dict], setting: dict[str, str]) -> None:
@@ -272,11 +316,13 @@ def save(folder: Path, rows: list[dict], setting: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    key = lambda row: [row[k] for k in ("method", "ranks", "rate", "shape", "save", "overlap")]  # noqa: E731
+    key = lambda row: [row[k] for k in ("method", "ranks", "rate", "shape", "save", "gflops")]  # noqa: E731
     new = [key(row) for row in rows]
     kept = [row for row in old if key(row) not in new] + rows
     path.write_text(json.dumps({"setting": setting, "rows": kept}, indent=1))
     (folder / "results.md").write_text(report(kept))
+    named = [(f"{row['ranks']} ranks, {row['method']}", round(row["step_s"], 3)) for row in kept]
+    (folder / "results.svg").write_text(bars(named, "seconds of a step"))
 
 
 if __name__ == "__main__":

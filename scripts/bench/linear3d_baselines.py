@@ -9,9 +9,14 @@ in step k the k-th block of a row (column) is broadcast along it, or partial pro
 
 With depth d (Tesseract) the batch is cut over d layers of such squares, which hold copies of the weights, so
 that gradients of weights are summed over the depth. Sources: Xu et al., arXiv 2104.05343; Wang et al., arXiv
-2105.14500; panels travel as whole broadcasts.
+2105.14500.
+
+Panels travel either in turn, as in Optimus: then only one rank of a row sends at a time. Or all at once, each
+over a communicator of its own: then every rank sends all the time, which no order of broadcasts can beat.
 """
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,31 +31,64 @@ FEATURE = "summa"
 class Square:
     """One rank's place on q x q x d ranks: rank = (depth * q + row) * q + column."""
 
-    def __init__(self, q: int, d: int):
-        self.q, self.d = q, d
+    def __init__(self, q: int, d: int, *, at_once: bool):
+        self.q, self.d, self.at_once = q, d, at_once
         rank = dist.get_rank()
         self.column, self.row, self.depth = rank % q, rank // q % q, rank // (q * q)
         starts = [layer * q * q for layer in range(d)]
         rows = [[start + r * q + c for c in range(q)] for start in starts for r in range(q)]
         columns = [[start + r * q + c for r in range(q)] for start in starts for c in range(q)]
         depths = [[place + start for start in starts] for place in range(q * q)]
-        self.along_row = _own(rows, "row")
-        self.along_column = _own(columns, "column")
+        self.rows = [_own(rows, f"row-{k}") for k in range(q)]
+        """Communicators along this rank's row, one for each panel."""
+        self.columns = [_own(columns, f"column-{k}") for k in range(q)]
         self.along_depth = _own(depths, "depth")
 
-    def broadcast(self, x: Tensor, root: int, group: Any) -> Tensor:
-        """The root's block, on all ranks of a row or column; blocks have one shape."""
-        if self.q == 1:
-            return x
-        buffer = x.contiguous() if group.rank() == root else torch.empty_like(x)
-        traffic.broadcast(buffer, group_src=root, group=group, feature=FEATURE)
-        return buffer
+    @property
+    def along_row(self) -> Any:
+        return self.rows[0]
 
-    def reduce(self, x: Tensor, root: int, group: Any) -> Tensor:
-        """The sum, on the root."""
-        if self.q > 1:
-            traffic.reduce(x, group_dst=root, group=group, feature=FEATURE)
-        return x
+    def panels(self, x: Tensor, groups: list[Any]) -> list[Callable[[], Tensor]]:
+        """For every rank along a row or column: how to get its block. Blocks have one shape."""
+        x = x.contiguous()
+        buffers = [x if group.rank() == k else torch.empty_like(x) for k, group in enumerate(groups)]
+        pairs = enumerate(zip(buffers, groups, strict=True))
+        return [self._broadcast(buffer, k, group) for k, (buffer, group) in pairs]
+
+    def _broadcast(self, buffer: Tensor, root: int, group: Any) -> Callable[[], Tensor]:
+        send = partial(
+            traffic.broadcast, buffer, group_src=root, group=group, feature=FEATURE, async_op=self.at_once
+        )
+        work = send() if self.at_once else None
+
+        def wait() -> Tensor:
+            if work is None:
+                send()
+            else:
+                work.wait()
+            return buffer
+
+        return wait
+
+    def reduce(self, parts: Iterable[Tensor], groups: list[Any]) -> Tensor:
+        """The sum of the k-th parts, on the k-th rank along a row or column: this rank's."""
+        parts = (part.contiguous() for part in parts)
+        if not self.at_once:
+            for k, (part, group) in enumerate(zip(parts, groups, strict=True)):
+                traffic.reduce(part, group_dst=k, group=group, feature=FEATURE)
+                if group.rank() == k:
+                    own = part
+            return own
+        found, works, sent = [], [], []
+        for k, (part, group) in enumerate(zip(parts, groups, strict=True)):
+            if group.rank() == k:
+                found = [torch.empty_like(part) for _ in groups]
+            into = found if group.rank() == k else None
+            works.append(traffic.gather(part, into, group_dst=k, group=group, feature=FEATURE, async_op=True))
+            sent.append(part)
+        for work in works:
+            work.wait()
+        return sum(found[1:], found[0])
 
 
 def _own(lists: list[list[int]], name: str) -> Any:
@@ -65,9 +103,9 @@ class _Summa(torch.autograd.Function):
         ctx.square = square
         flat = a.flatten(0, -2)
         c = flat.new_zeros((flat.shape[0], b.shape[1]))
-        for k in range(square.q):
-            panel = square.broadcast(flat, k, square.along_row)
-            c += panel @ square.broadcast(b, k, square.along_column)
+        panels = square.panels(flat, square.rows), square.panels(b, square.columns)
+        for left, right in zip(*panels, strict=True):
+            c += left() @ right()
         return c.view(*a.shape[:-1], -1)
 
     @staticmethod
@@ -75,16 +113,10 @@ class _Summa(torch.autograd.Function):
         a, b = ctx.saved_tensors
         square: Square = ctx.square
         flat, rows = a.flatten(0, -2), dc.flatten(0, -2)
-        for k in range(square.q):
-            part = rows @ square.broadcast(b, k, square.along_column).t()
-            part = square.reduce(part, k, square.along_row)
-            if k == square.column:
-                da = part
-        for k in range(square.q):
-            part = square.broadcast(flat, k, square.along_row).t() @ rows
-            part = square.reduce(part, k, square.along_column)
-            if k == square.row:
-                db = part
+        lower = square.panels(b, square.columns)
+        da = square.reduce((rows @ panel().t() for panel in lower), square.rows)
+        left = square.panels(flat, square.rows)
+        db = square.reduce((panel().t() @ rows for panel in left), square.columns)
         if square.d > 1:
             traffic.all_reduce(db, group=square.along_depth, feature=FEATURE)
         return da.view_as(a), db, None
