@@ -192,8 +192,9 @@ FEATURES: tuple[Feature, ...] = (
         describe=linear3d_describe,
         checks=("bytes", "layouts"),
         conflicts={
-            "pipeline": "its linears compute weight gradients in the backward pass, and these schedules move "
-            "them elsewhere. Remove --pipeline-schedule.",
+            "pipeline": "zb-h1 and the V schedules run weight gradients in passes of their own, and its "
+            "linears compute them in the backward pass; 1f1b and interleaved have not been tried with it. "
+            "Remove --pipeline-schedule: stock's 1F1B works, with --vocab-parallel, too.",
             "vocab": WORKS,
             "paro": WORKS,
             "wallfacer": WORKS,

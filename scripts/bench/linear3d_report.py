@@ -58,14 +58,14 @@ def ratios(rows: list[dict]) -> str:
 
 def scaling(rows: list[dict]) -> list[str]:
     """Steps by the number of ranks: of the same tokens (strong) and of tokens that grow with ranks (weak)."""
-    strong = lambda row: ("strong", row["shape"], *_links(row))  # noqa: E731
-    weak = (
-        lambda row: (  # noqa: E731
-            "weak",
-            [row["shape"][0], row["shape"][1] / row["ranks"], *row["shape"][2:]],
-            *_links(row),
-        )
-    )
+
+    def strong(row: dict) -> tuple:
+        return "strong", row["shape"], *_links(row)
+
+    def weak(row: dict) -> tuple:
+        seq, batch, *rest = row["shape"]
+        return "weak", [seq, batch / row["ranks"], *rest], *_links(row)
+
     parts = []
     for key in (strong, weak):
         for (kind, *_), group in groupby(sorted(rows, key=key), key=key):

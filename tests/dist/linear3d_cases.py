@@ -198,13 +198,13 @@ def own(whole: Tensor, layout, comm: GridComm, gated: bool) -> Tensor:
     return part_of(whole, comm, layout, gated=gated)
 
 
-def sent() -> Counter:
-    """Bytes by (site, kind, axes) since the ledger was drained."""
+def sent(what: str = "bytes") -> Counter:
+    """Bytes, or "calls", by (site, kind, axes) since the ledger was drained."""
     found: Counter = Counter()
     for row in traffic.ledger().drain():
         if row["feature"].startswith("linear3d:") and row["bytes"]:
             axes = row["group"].split("-")[0]
-            found[row["feature"].removeprefix("linear3d:"), row["kind"], axes] += row["bytes"]
+            found[row["feature"].removeprefix("linear3d:"), row["kind"], axes] += row[what]
     return found
 
 

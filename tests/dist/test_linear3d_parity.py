@@ -1,14 +1,16 @@
 """3-D layers against the same layers on one rank, in float64: losses, all gradients, and bytes."""
 
+import functools
+
 import pytest
 import torch
-from torch.distributed import ReduceOp, all_reduce
+from torch.distributed import ReduceOp, all_reduce, group
 
 from megatron_ext import traffic
 from megatron_ext.groups import GroupRegistry
 from megatron_ext.linear3d.chain import Overlap
 from megatron_ext.linear3d.grid import Grid3D
-from megatron_ext.linear3d.layouts import Layout
+from megatron_ext.linear3d.layouts import LAYER_SITES, Layout
 from megatron_ext.linear3d.sizes import ModelSizes
 from megatron_ext.linear3d.volume import edge_bytes, layer_bytes, vector_bytes
 from tests.dist.linear3d_cases import OnGrid, Whole, error, make_comm, own, sent
@@ -67,10 +69,13 @@ def assert_bytes(bytes_sent, net, grid, s, b, h, f, vocab, mode, save, how, glu,
 
 
 def assert_counted_once(net, whole, tied):
-    """The squares of all parts that count add up to those of the whole parameters."""
+    """The squares of all parts that Megatron counts add up to those of the whole parameters."""
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+
+    counts = functools.partial(param_is_not_tensor_parallel_duplicate, tp_group=group.WORLD)
     total = torch.zeros((), dtype=torch.float64)
     for name, param in net.named():
-        if param.tensor_model_parallel and not (tied and name == "head.weight"):
+        if counts(param) and not (tied and name == "head.weight"):
             total += param.detach().square().sum()
     all_reduce(total, ReduceOp.SUM)
     wanted = sum(
@@ -90,6 +95,26 @@ def test_grids_of_eight():
         compare(
             registry, Grid3D(*sizes), **case, save=SAVES[number % 3], glu=number % 2 == 1, rms=number % 2 == 1
         )
+
+
+@ranks(8)
+def test_calls_of_a_layer():
+    """Acceptance check 3: how many collectives a layer makes on the cube, forward and backward."""
+    whole = Whole(8, 8, 32, 48, 64, glu=False)
+    comm = make_comm(GroupRegistry(), Grid3D(2, 2, 2), "native")
+    net = OnGrid(comm, whole, mode="plane", save="gathered", overlap=NONE, tied=False)
+    sent()
+    net.loss().sum().backward()
+    calls = sent("calls")
+    layer = {key[1:]: 0 for key in calls}
+    for (site, kind, axes), count in calls.items():
+        if site in LAYER_SITES:
+            layer[kind, axes] += count
+    gathers, sums = "all_gather", "reduce_scatter"
+    expected = {(kind, axis): 4 for kind in (gathers, sums) for axis in "ijl"}
+    assert {key: count for key, count in layer.items() if count} == expected
+    # This network has one norm, a layer has two.
+    assert 2 * calls["norm", gathers, "l"] == 2 * calls["norm", "all_reduce", "l"] == 2
 
 
 @ranks(4)

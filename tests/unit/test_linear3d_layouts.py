@@ -91,6 +91,14 @@ def test_weights_are_spread_evenly(grid):
         assert prod(local) * grid.ranks == 432 * 432
 
 
+def test_local_shapes_on_the_cube():
+    """Acceptance check 4: h 256, f 1024, V 1024."""
+    whole = {"qkv": (768, 256), "proj": (256, 256), "fc1": (1024, 256), "fc2": (256, 1024)}
+    local = {name: LAYER_SITES[name].weight.local_shape(CUBE, shape) for name, shape in whole.items()}
+    assert local == {"qkv": (192, 128), "proj": (64, 128), "fc1": (256, 128), "fc2": (64, 512)}
+    assert EMBEDDING_SITES["grid"].weight.local_shape(CUBE, (1024, 256)) == (256, 128)
+
+
 def test_plans():
     """Which collectives each linear runs: the table of section 1.6."""
     plans = {name: (site.plan.gathers, site.plan.reduces) for name, site in LAYER_SITES.items()}
