@@ -1,13 +1,12 @@
 """Benchmark of 3-D linear layers in real training, through pretrain_gpt.py, with one rank on each node.
 
-    python scripts/bench/linear3d_train.py --ranks 8 --rate 50mbit --grids 4x2x1 2x2x2
-    python scripts/bench/linear3d_train.py --ranks 4 --grids 2x1x2                    # on links without
-    limits
+    python scripts/bench/linear3d_train.py --ranks 8 --rate 20mbit --grids 4x2x1 2x2x2
+    python scripts/bench/linear3d_train.py --ranks 4 --grids 2x1x2            # on links without limits
 
 Compared in one run, round by round: stock's tensor and sequence parallelism as shipped, the same algorithm
 over an efficient reduce-scatter (grid 1 x P x 1), and the grids asked for. All start from the weights of one
 seed checkpoint, so that losses can be compared, too. A lab needs root, `ip` and `tc` (`scripts/netlab
-doctor`). Writes train.json and train.md.
+doctor`). Writes train.json, train.md and train.svg.
 """
 
 import argparse
@@ -22,6 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+from charts import bars  # noqa: E402
 
 from megatron_ext.netlab.links import Links, parse_rate  # noqa: E402
 
@@ -62,6 +63,8 @@ def main(argv: list[str]) -> int:
     setting = {key: str(value) for key, value in vars(args).items() if key != "output"}
     (args.output / "train.json").write_text(json.dumps({"setting": setting, "rows": rows}, indent=1))
     (args.output / "train.md").write_text(report(args, rows))
+    named = [(row["method"], round(row["seconds"], 3)) for row in rows]
+    (args.output / "train.svg").write_text(bars(named, "seconds of a step"))
     print((args.output / "train.md").read_text())
     return 0
 

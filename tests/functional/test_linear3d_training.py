@@ -57,6 +57,14 @@ def test_optimizers_agree_to_the_bit(tmp_path, sizes):
     assert_close(reference.grad_norms(), plain.grad_norms(), 1e-4)
 
 
+@full
+def test_optimizer_instances(tmp_path):
+    """Optimizer states are shared out inside each half of the data-parallel ranks."""
+    flags = [*DISTOPT, *OVERLAP, "--num-distributed-optimizer-instances", "2"]
+    run = like_stock(tmp_path, GPT, 8, 1, (2, 1, 1), flags, ["--global-batch-size", "16"])
+    assert_ran(run, GPT, Grid3D(2, 1, 1), microbatches=1)
+
+
 @pytest.mark.parametrize("order", ["ijl"])
 def test_vocabulary_parallelism(tmp_path, order):
     """The vocabulary layers go to the stages, the layers in between lie on the grid."""
