@@ -128,7 +128,6 @@ def test_auto(tmp_path):
             ("shapes between virtual stages", "--num-layers-per-virtual-pipeline-stage"),
         ),
         (["--num-experts", "4"], ("experts are not split", "Remove --num-experts")),
-        (["--gradient-accumulation-fusion"], ("axis i of 2 ranks",)),
     ],
 )
 def test_refused_before_any_group_exists(flags, says):
