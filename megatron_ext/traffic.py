@@ -110,42 +110,67 @@ def all_to_all_single(
     return work
 
 
-def posted_all_gather(output: Tensor, input: Tensor, *, group: ProcessGroup, feature: str) -> None:
+class Together:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]):
+        self._works = works
+
+    def wait(self) -> None:
+        """Until all have ended."""
+        for work in self._works:
+            work.wait()
+
+
+def posted_all_gather(
+    output: Tensor, input: Tensor, *, group: ProcessGroup, feature: str, async_op: bool = False
+) -> Together | None:
     """`all_gather_into_tensor` by direct sends, whose receives all ranks post before they send; for gloo.
 
     gloo starts to send once the receiver has asked for it. A receiver that asks behind its own data lets the
     sender wait until that has gone, and a slow link carries one direction after the other.
     """
     parts = output.view(group.size(), -1)
-    _exchange(parts, [input.view(-1)] * group.size(), group)
+    work = _exchange(parts, [input.view(-1)] * group.size(), group, async_op)
     if parts[group.rank()].data_ptr() != input.data_ptr():
         parts[group.rank()].copy_(input.view(-1))
     _count(feature, "all_gather", group, input_bytes=size_of(input))
+    return work
 
 
-def posted_all_to_all(output: Tensor, input: Tensor, *, group: ProcessGroup, feature: str) -> None:
+def posted_all_to_all(
+    output: Tensor, input: Tensor, *, group: ProcessGroup, feature: str, async_op: bool = False
+) -> Together | None:
     """`all_to_all_single` of equal parts, by posted receives as above."""
     received, sent = output.view(group.size(), -1), input.view(group.size(), -1)
-    _exchange(received, sent, group)
+    work = _exchange(received, sent, group, async_op)
     received[group.rank()].copy_(sent[group.rank()])
     kept = kept_of(input, None, group.rank(), group.size())
     _count(feature, "all_to_all", group, input_bytes=size_of(input), kept_bytes=kept)
+    return work
 
 
-def _exchange(received: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Every rank's part for this one, and this one's for every other; the nearest behind and ahead first."""
+def _exchange(
+    received: Sequence[Tensor], sent: Sequence[Tensor], group: ProcessGroup, async_op: bool
+) -> Together | None:
+    """Every rank's part for this one, and this one's for every other; the nearest behind and ahead first.
+
+    Where the caller waits anyway, ranks go round: in every turn each sends to one and receives from one, so
+    that no receiver is overrun.
+    """
     rank, size = group.rank(), group.size()
     with label(None):
         works = [
             dist.irecv(received[source], group_src=source, group=group)
             for source in ((rank - step) % size for step in range(1, size))
         ]
-        works += [
-            dist.isend(sent[target], group_dst=target, group=group)
-            for target in ((rank + step) % size for step in range(1, size))
-        ]
-        for work in works:
-            work.wait()
+        for step in range(1, size):
+            target = (rank + step) % size
+            works.append(dist.isend(sent[target], group_dst=target, group=group))
+            if not async_op:
+                works[step - 1].wait()
+                works[-1].wait()
+    return Together(works) if async_op else None
 
 
 def broadcast(

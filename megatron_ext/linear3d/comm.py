@@ -3,20 +3,17 @@
 Every call returns a `Pending`, which is asked for its result where that is needed. Groups are those of
 `install.linear3d_groups`; an axis of one rank does nothing. Sums are either `native` (the backend's
 reduce-scatter) or `ordered`: every rank sends every other one its part, and adds up what it gets in one fixed
-order, in fp32 where the tensor is bf16 or fp16.
-
-gloo's own reduce-scatter moves twice the bytes that it must. Its all-to-all asks for data after it has begun
-to send: on a slow link the request of a rank that comes late waits behind what that rank sends, and two ranks
-take up to twice as long as their data needs. So parts are exchanged here, receives first.
+order, in fp32 where the tensor is bf16 or fp16. gloo's own reduce-scatter moves twice the bytes that it must,
+and its all-to-all lets links idle; with ordered sums all parts travel by `traffic.posted_all_to_all`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import P2POp, ProcessGroup, Work
+from torch.distributed import ProcessGroup, Work
 
 from megatron_ext import traffic
 from megatron_ext.linear3d.grid import Grid3D
@@ -29,22 +26,11 @@ GRADS = "i-grads"
 """Name of a second communicator over axis i, so that sums of weight gradients do not wait for gathers."""
 
 
-class Together:
-    """Several works as one."""
-
-    def __init__(self, works: Sequence[Work]):
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-
 class Pending:
     """The result of a collective that may still run; `sent` lives until it has ended."""
 
     def __init__(
-        self, work: Work | Together | None, finish: Callable[[], Tensor], sent: Tensor | None = None
+        self, work: Work | traffic.Together | None, finish: Callable[[], Tensor], sent: Tensor | None = None
     ):
         self._work, self._finish, self._sent = work, finish, sent
         self._result: Tensor | None = None
@@ -77,6 +63,10 @@ class GridComm:
             size = grid.size(axes.removesuffix("-grads"))
             assert group.size() == size, f"the group over {axes} has {group.size()} ranks on a grid of {grid}"
 
+    def _posted(self, group: ProcessGroup) -> bool:
+        """Whether parts go to their ranks by sends of our own."""
+        return self.how == "ordered" and dist.get_backend(group) == "gloo"
+
     def index(self, axes: str) -> int:
         """Which of the parts over `axes` is this rank's."""
         return self.grid.index(axes, self.coords)
@@ -87,10 +77,12 @@ class GridComm:
         if size == 1:
             return done(x)
         out, source = x.new_empty((size, *x.shape)), x.contiguous()
-        work = traffic.all_gather_into_tensor(
+        group = self.groups[move.axis]
+        spread = traffic.posted_all_gather if self._posted(group) else traffic.all_gather_into_tensor
+        work = spread(
             out.view(-1),
             source.view(-1),
-            group=self.groups[move.axis],
+            group=group,
             feature=f"{FEATURE}:{site}",
             async_op=overlap,
         )
@@ -117,7 +109,8 @@ class GridComm:
             work = traffic.reduce_scatter_tensor(own, rows.view(-1), **call, async_op=overlap)
             return Pending(work, lambda: own.view(shape), rows)
         received = torch.empty_like(rows)
-        work = exchange(received, rows, **call, overlap=overlap)
+        swap = traffic.posted_all_to_all if self._posted(call["group"]) else traffic.all_to_all_single
+        work = swap(received.view(-1), rows.view(-1), **call, async_op=overlap)
         return Pending(work, lambda: ordered_sum(received).to(rows.dtype).view(shape), rows)
 
     def all_reduce(
@@ -127,25 +120,3 @@ class GridComm:
         if self.grid.size(axes) > 1:
             traffic.all_reduce(x, op, group=self.groups[axes], feature=f"{FEATURE}:{site}")
         return x
-
-
-def exchange(received: Tensor, rows: Tensor, *, group: ProcessGroup, feature: str, overlap: bool) -> Together:
-    """Row n of `rows` `[ranks, ..]` goes to rank n of the group, whose row comes into row n of `received`.
-
-    Where nothing else runs beside it on gloo, ranks go round: in every turn each sends to one and receives
-    from one, so that no receiver is overrun.
-    """
-    size, me = group.size(), group.rank()
-    received[me].copy_(rows[me])
-    peers = [((me - turn) % size, (me + turn) % size) for turn in range(1, size)]
-    if dist.get_backend(group) != "gloo":
-        receives = [P2POp(dist.irecv, received[n], group=group, group_peer=n) for n, _ in peers]
-        sends = [P2POp(dist.isend, rows[n], group=group, group_peer=n) for _, n in peers]
-        return Together(traffic.batch_isend_irecv([*receives, *sends], feature=feature))
-    call = {"group": group, "feature": feature}
-    works = [traffic.irecv(received[source], group_src=source, **call) for source, _ in peers]
-    for turn, (_, target) in enumerate(peers):
-        works.append(traffic.isend(rows[target], group_dst=target, **call))
-        if not overlap:
-            Together([works[turn], works[-1]]).wait()
-    return Together(works if overlap else [])

@@ -26,7 +26,7 @@ Volume = Counter[tuple[str, str, str]]
 FEATURE = "linear3d"
 """Communication is counted under this name and that of its site: "linear3d:fc1"."""
 
-REDUCE_KIND = {"ordered": "send", "native": "reduce_scatter"}
+REDUCE_KIND = {"ordered": "all_to_all", "native": "reduce_scatter"}
 FP32 = 4
 
 
