@@ -14,11 +14,20 @@ full = pytest.mark.full
 
 def test_overlap_changes_no_bit(tmp_path):
     """Through real runs with recomputation and data parallelism: every level on its own, and all, against
-    none."""
+    none. Updated parameters come in several buckets, each behind the one whose layer is at work."""
     runs = {}
+    buckets = ["--ddp-bucket-size", "20000"]
     for level in ("none", "grads", "prefetch", "defer", "all"):
         recompute = FULL_RECOMPUTE if level != "grads" else []
-        flags = [*grid_flags((2, 1, 1)), "--linear-3d-overlap", level, *DISTOPT, *OVERLAP, *recompute]
+        flags = [
+            *grid_flags((2, 1, 1)),
+            "--linear-3d-overlap",
+            level,
+            *DISTOPT,
+            *OVERLAP,
+            *buckets,
+            *recompute,
+        ]
         runs[level] = train(tmp_path / level, 4, *BATCH, *seed(()), *flags, "--ext-check", "bytes", steps=3)
     expected = (runs["none"].losses(), runs["none"].grad_norms())
     for level, run in runs.items():
