@@ -12,11 +12,11 @@ that gradients of weights are summed over the depth. Sources: Xu et al., arXiv 2
 2105.14500.
 
 Panels travel either in turn, as in Optimus: then only one rank of a row sends at a time. Or all at once, each
-over a communicator of its own: then every rank sends all the time, which no order of broadcasts can beat.
+from its rank to every other, and partial products back: then every rank sends all the time, which no order of
+broadcasts can beat, and needs memory for all panels.
 """
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,56 +39,35 @@ class Square:
         rows = [[start + r * q + c for c in range(q)] for start in starts for r in range(q)]
         columns = [[start + r * q + c for r in range(q)] for start in starts for c in range(q)]
         depths = [[place + start for start in starts] for place in range(q * q)]
-        self.rows = [_own(rows, f"row-{k}") for k in range(q)]
-        """Communicators along this rank's row, one for each panel."""
-        self.columns = [_own(columns, f"column-{k}") for k in range(q)]
+        self.along_row, self.along_column = _own(rows, "row"), _own(columns, "column")
         self.along_depth = _own(depths, "depth")
 
-    @property
-    def along_row(self) -> Any:
-        return self.rows[0]
-
-    def panels(self, x: Tensor, groups: list[Any]) -> list[Callable[[], Tensor]]:
-        """For every rank along a row or column: how to get its block. Blocks have one shape."""
+    def panels(self, x: Tensor, group: Any) -> Iterator[Tensor]:
+        """The block of every rank along a row or column, in turn. Blocks have one shape."""
         x = x.contiguous()
-        buffers = [x if group.rank() == k else torch.empty_like(x) for k, group in enumerate(groups)]
-        pairs = enumerate(zip(buffers, groups, strict=True))
-        return [self._broadcast(buffer, k, group) for k, (buffer, group) in pairs]
+        if self.at_once:
+            every = x.new_empty((self.q, *x.shape))
+            traffic.posted_all_gather(every.view(-1), x.view(-1), group=group, feature=FEATURE)
+            yield from every
+            return
+        for k in range(self.q):
+            block = x if group.rank() == k else torch.empty_like(x)
+            traffic.broadcast(block, group_src=k, group=group, feature=FEATURE)
+            yield block
 
-    def _broadcast(self, buffer: Tensor, root: int, group: Any) -> Callable[[], Tensor]:
-        send = partial(
-            traffic.broadcast, buffer, group_src=root, group=group, feature=FEATURE, async_op=self.at_once
-        )
-        work = send() if self.at_once else None
-
-        def wait() -> Tensor:
-            if work is None:
-                send()
-            else:
-                work.wait()
-            return buffer
-
-        return wait
-
-    def reduce(self, parts: Iterable[Tensor], groups: list[Any]) -> Tensor:
+    def reduce(self, parts: Iterable[Tensor], group: Any) -> Tensor:
         """The sum of the k-th parts, on the k-th rank along a row or column: this rank's."""
-        parts = (part.contiguous() for part in parts)
-        if not self.at_once:
-            for k, (part, group) in enumerate(zip(parts, groups, strict=True)):
-                traffic.reduce(part, group_dst=k, group=group, feature=FEATURE)
-                if group.rank() == k:
-                    own = part
-            return own
-        found, works, sent = [], [], []
-        for k, (part, group) in enumerate(zip(parts, groups, strict=True)):
+        if self.at_once:
+            sent = torch.stack(list(parts))
+            received = torch.empty_like(sent)
+            traffic.posted_all_to_all(received.view(-1), sent.view(-1), group=group, feature=FEATURE)
+            return received.sum(dim=0)
+        for k, part in enumerate(parts):
+            part = part.contiguous()
+            traffic.reduce(part, group_dst=k, group=group, feature=FEATURE)
             if group.rank() == k:
-                found = [torch.empty_like(part) for _ in groups]
-            into = found if group.rank() == k else None
-            works.append(traffic.gather(part, into, group_dst=k, group=group, feature=FEATURE, async_op=True))
-            sent.append(part)
-        for work in works:
-            work.wait()
-        return sum(found[1:], found[0])
+                own = part
+        return own
 
 
 def _own(lists: list[list[int]], name: str) -> Any:
@@ -103,9 +82,9 @@ class _Summa(torch.autograd.Function):
         ctx.square = square
         flat = a.flatten(0, -2)
         c = flat.new_zeros((flat.shape[0], b.shape[1]))
-        panels = square.panels(flat, square.rows), square.panels(b, square.columns)
+        panels = square.panels(flat, square.along_row), square.panels(b, square.along_column)
         for left, right in zip(*panels, strict=True):
-            c += left() @ right()
+            c += left @ right
         return c.view(*a.shape[:-1], -1)
 
     @staticmethod
@@ -113,10 +92,10 @@ class _Summa(torch.autograd.Function):
         a, b = ctx.saved_tensors
         square: Square = ctx.square
         flat, rows = a.flatten(0, -2), dc.flatten(0, -2)
-        lower = square.panels(b, square.columns)
-        da = square.reduce((rows @ panel().t() for panel in lower), square.rows)
-        left = square.panels(flat, square.rows)
-        db = square.reduce((panel().t() @ rows for panel in left), square.columns)
+        lower = square.panels(b, square.along_column)
+        da = square.reduce((rows @ panel.t() for panel in lower), square.along_row)
+        left = square.panels(flat, square.along_row)
+        db = square.reduce((panel.t() @ rows for panel in left), square.along_column)
         if square.d > 1:
             traffic.all_reduce(db, group=square.along_depth, feature=FEATURE)
         return da.view_as(a), db, None
