@@ -1,15 +1,16 @@
 """Weights on their way: gathered one linear ahead, and their gradients summed one linear behind.
 
 A `Use` is one use of one weight in one forward pass. Its `leaf` is an autograd node that stands between the
-parameter and the linear. The node of the next linear is made before the linear of this one runs, together
-with the gather of its weight. Autograd runs nodes that are ready in the reverse order of their making, so the
-node comes up only when the backward pass of *this* linear is over: until then, the sum of the next linear's
-weight gradient over axis i runs beside it. The gradient reaches the parameter through autograd as any other
-does, so hooks of data-parallel wrappers fire when it is complete.
+parameter and the linear. The node of the next linear is made before the linear of this one runs; the gather
+of its weight starts when this one has its input. Autograd runs nodes that are ready in the reverse order of
+their making, so the node comes up only when the backward pass of *this* linear is over: until then, the sum
+of the next linear's weight gradient over axis i runs beside it. The gradient reaches the parameter through
+autograd as any other does, so hooks of data-parallel wrappers fire when it is complete.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -54,6 +55,8 @@ class Use:
         self.grad: Pending | None = None
         self.leaf = weight
         self.attached = False
+        self.fetch_next: Callable[[], None] | None = None
+        """Starts the gather of the next linear's weight."""
         self._weight = weight
 
     def attach(self) -> None:
@@ -109,7 +112,11 @@ class Chain:
         return self.comm.grid.gi > 1
 
     def use(self, linear: Linear, weight: Tensor) -> Use:
-        """The use of `weight` in the forward pass that starts now, and the next one on its way."""
+        """The use of `weight` in the forward pass that starts now, and the next one ready.
+
+        The next gather starts when this linear has its input (`Use.fetch_next`): on the same link, what is
+        sent first arrives first, and the product would wait for both.
+        """
         use = self._ahead.pop(id(linear), None)
         if use is None or use._weight is not weight:
             use = Use(weight)
@@ -123,9 +130,12 @@ class Chain:
             if self.overlap.defer:
                 ahead.attach()
             if self.overlap.prefetch:
-                ahead.gathered = self._gather(following.weight, following.site.name, overlap=True)
+                use.fetch_next = partial(self._fetch, ahead, following)
             self._ahead[id(following)] = ahead
         return use
+
+    def _fetch(self, ahead: Use, linear: Linear) -> None:
+        ahead.gathered = self._gather(linear.weight, linear.site.name, overlap=True)
 
     def _may_run_ahead(self, linear: Linear, following: Linear) -> bool:
         if not self.gathers or not (self.overlap.prefetch or self.overlap.defer):
@@ -145,7 +155,7 @@ class Chain:
         return pending.wait()
 
     def before_backward(self, linear: Linear) -> None:
-        """The backward pass of `linear` has its own weight: fetch what comes after it."""
+        """The backward pass of `linear` has all that its products take: fetch what comes after it."""
         previous = self._previous.get(id(linear))
         if previous is None or not (self.gathers and self.overlap.prefetch):
             return
@@ -155,7 +165,7 @@ class Chain:
             first = self._first[unit]
             if id(first) not in self._ahead:
                 ahead = Use(first.weight)
-                ahead.gathered = self._gather(first.weight, first.site.name, overlap=True)
+                self._fetch(ahead, first)
                 self._ahead[id(first)] = ahead
         elif previous.gathers_in_backward and id(previous) not in self._back:
             self._back[id(previous)] = self._gather(previous.weight, previous.site.name, overlap=True)

@@ -51,6 +51,9 @@ class _GridLinear(torch.autograd.Function):
             whole = comm.gather(whole, move, site.name).wait()
         gathered = _usable(call, call.use.gathered.wait())
         call.use.gathered = None
+        if call.use.fetch_next is not None:
+            call.use.fetch_next()
+            call.use.fetch_next = None
         y = torch.matmul(whole, gathered.t())
         for move in site.plan.reduces:
             y = comm.reduce(y, move, site.name).wait()
@@ -66,12 +69,12 @@ class _GridLinear(torch.autograd.Function):
         site = linear.site
         if not ctx.keep_weight:
             weight = _usable(call, chain.backward_weight(linear, weight))
-        chain.before_backward(linear)
         whole = _Gathers(
             comm, x, site.plan.gathers if call.save == "shard_all" else (), site.name, overlap.grads
         )
         for move in reversed(site.plan.reduces):
             dy = comm.gather(dy, move, site.name).wait()
+        chain.before_backward(linear)
         dx: Pending | None = None
         moves = tuple(reversed(site.plan.gathers))
         if ctx.needs_input_grad[0]:
