@@ -14,6 +14,7 @@ import functools
 import inspect
 import os
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -67,11 +68,19 @@ def preload() -> None:
     add_megatron_arguments(argparse.ArgumentParser())
 
 
+PORTS = range(20000, 32000)
+"""Below those that the kernel gives to outgoing connections, which would take one between probe and use."""
+
+
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on now, drawn by chance since several test runs share a machine."""
+    draw = random.SystemRandom()
+    for _ in range(100):
+        port = draw.choice(PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise RuntimeError(f"no free port found from {PORTS.start} to {PORTS.stop - 1}")
 
 
 def ranks(world_size: int, timeout: float = DEFAULT_TIMEOUT) -> Callable:

@@ -57,6 +57,7 @@ def main() -> int:
     balance.add_argument("--vocab", type=int, default=256_000, help="rows, a multiple of 128")
     balance.add_argument("--hidden", type=int, default=128)
     balance.add_argument("--sequence", type=int, default=256)
+    balance.add_argument("--rounds", type=int, default=3, help="runs of each; memory is the last one's")
     balance.add_argument("--runs", nargs="+", default=list(BALANCE_RUNS), help="SCHEDULE/MODE, one or more")
     balance.add_argument("--output", type=Path, default=Path("out/schedules"))
     args = parser.parse_args()
@@ -279,7 +280,9 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> tuple[di
     """What to compare, by rank: bytes in MiB, and seconds of a step; and the latter by pass.
 
     Times are processor times of the thread that runs the passes, since ranks share cores: the median of a
-    pass (F of chunk 0, S, ...) over microbatches, times their number, summed over passes.
+    pass (F of chunk 0, S, ...) over microbatches and rounds, times their number, summed over passes. Rounds
+    count because a pass of one run can be some percent off in all of its microbatches: where its memory
+    happens to lie does not change before the processes end.
     """
     from tests.functional.runs import train
 
@@ -290,13 +293,21 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> tuple[di
         f"--global-batch-size {PER_STAGE * p} --disable-bias-linear --untie-embeddings-and-output-weights "
         f"--pipeline-model-parallel-size {p} --pipeline-schedule {schedule} --vocab-parallel {mode}"
     ).split()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace"
-        flags += ["--ext-memory", "--ext-trace", str(trace), "--ext-trace-step", "3"]
-        run = train(Path(folder), p, *flags, steps=3, timeout=1200)
-        times = [pass_times(trace / f"trace-rank-{rank:04d}.jsonl") for rank in range(p)]
+    passes: list[dict[str, list[float]]] = [defaultdict(list) for _ in range(p)]
+    for count in range(args.rounds):
+        print(f"  round {count + 1} of {args.rounds}", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace"
+            traced = ["--ext-memory", "--ext-trace", str(trace), "--ext-trace-step", "3"]
+            run = train(Path(folder), p, *flags, *traced, steps=3, timeout=1200)
+            for rank in range(p):
+                add_passes(trace / f"trace-rank-{rank:04d}.jsonl", passes[rank])
     planned = [sum(run.start(rank)["planned_memory"].values()) / 2**20 for rank in range(p)]
     memory = [next(line["memory"] for line in run.steps(rank) if "memory" in line) for rank in range(p)]
+    times = [
+        {kind: len(found) / args.rounds * statistics.median(found) for kind, found in sorted(each.items())}
+        for each in passes
+    ]
     return {
         "planned MiB": [round(value, 3) for value in planned],
         "measured MiB": [round(each["peak"] / 2**20, 3) for each in memory],
@@ -304,17 +315,15 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> tuple[di
     }, times
 
 
-def pass_times(path: Path) -> dict[str, float]:
-    """Processor seconds of the passes of a traced step, by kind and chunk: the median times their number."""
+def add_passes(path: Path, into: dict[str, list[float]]) -> None:
+    """Add the processor seconds of every pass of a traced step, by kind and chunk."""
     from megatron_ext.schedules.action import parse
 
-    kinds: dict[str, list[float]] = defaultdict(list)
     for text in path.read_text().splitlines()[1:]:
         span = json.loads(text)
         if span["lane"] == "compute":
             action = parse(span["action"])
-            kinds[f"{action.kind}{action.chunk}"].append(span["cpu"])
-    return {kind: len(found) * statistics.median(found) for kind, found in sorted(kinds.items())}
+            into[f"{action.kind}{action.chunk}"].append(span["cpu"])
 
 
 if __name__ == "__main__":
