@@ -1,18 +1,8 @@
 """The stock options that PaRO's rules read are Megatron's."""
 
-import argparse
-
 import pytest
 
 from megatron_ext.paro import rules
-
-
-@pytest.fixture(scope="module")
-def actions():
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return {action.dest: action for action in parser._actions}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The stock options that the rules of pipeline schedules read are Megatron's; ours name every family."""
 
-import argparse
 from typing import get_args
 
 import pytest
@@ -8,14 +7,6 @@ import pytest
 from megatron_ext.pipeline import rules
 from megatron_ext.pipeline.config import SCHEDULES, PipelineConfig
 from megatron_ext.schedules.families import FAMILIES
-
-
-@pytest.fixture(scope="module")
-def actions():
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return {action.dest: action for action in parser._actions}
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from megatron_ext.paro.memory import memory
 from megatron_ext.paro.passes import UnitSize
 from megatron_ext.paro.strategy import Level, Strategy
 from megatron_ext.paro.volume import Wire, evaluation_bytes, step_bytes
-from tests.functional.runs import SCRIPT, Run, assert_close, seed_checkpoint, train
-from tests.functional.test_stock_parity import DISTOPT, OVERLAP, assert_gradients
+from tests.functional.parity import DISTOPT, OVERLAP, assert_parity
+from tests.functional.runs import SCRIPT, Run, seed_checkpoint, train
 
 AHEAD = [*DISTOPT, *OVERLAP]
 GROUPS_OF_2 = ["--paro-group-size", "2"]
@@ -85,19 +85,21 @@ def like_stock(
     bytes and its replicas after every step.
     """
     reference = stock(tuple(arch), tuple(training), seeded=seeded, patch=patch)
-    run = train(
-        folder,
-        world,
-        *(*arch, *(seed(tuple(arch)) if seeded else []), *training, *flags, "--paro-strategy", strategy),
-        *("--ext-check", "bytes,replicas", "--ext-dump-grads", str(folder)),
-        script=script(patch),
-        timeout=timeout,
-    )
-    assert len(run.losses()) == 10
-    assert_close(reference.losses(), run.losses(), 1e-5)
-    assert_close(reference.grad_norms(), run.grad_norms(), 1e-5)
-    assert_gradients(reference, run)
+    start = seed(tuple(arch)) if seeded else []
+    run = checked(
+        folder, world, *arch, *start, *training, *flags, "--paro-strategy", strategy,
+        patch=patch, timeout=timeout,
+    )  # fmt: skip
+    assert_parity(reference, run, grad_norms=1e-5)
     return run
+
+
+def checked(
+    folder: Path, world: int, *flags: str, check: str = "bytes,replicas", patch: str = "", timeout: float
+) -> Run:
+    """A run that dumps its gradients and checks itself after every step."""
+    dumped = ["--ext-check", check, "--ext-dump-grads", str(folder)]
+    return train(folder, world, *flags, *dumped, script=script(patch), timeout=timeout)
 
 
 def assert_ran(

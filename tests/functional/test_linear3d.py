@@ -26,9 +26,9 @@ from tests.functional.linear3d_runs import (
     seed,
     stock,
 )
+from tests.functional.parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP
 from tests.functional.runs import LLAMA, MODEL, SCRIPT, Run, assert_close, data, merged, read_record, train
 from tests.functional.test_bad_input import refused
-from tests.functional.test_stock_parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP
 from tests.ranks import run_ranks
 
 full = pytest.mark.full

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.functional.linear3d_runs import BATCH, WIDE, grid_flags, seed
+from tests.functional.parity import DISTOPT, PP, TP
 from tests.functional.runs import LLAMA, assert_close, train
-from tests.functional.test_stock_parity import DISTOPT, PP, TP
 from tests.ranks import run_ranks
 
 full = pytest.mark.full

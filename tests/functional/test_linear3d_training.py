@@ -6,8 +6,8 @@ from megatron_ext.grads import assemble
 from megatron_ext.linear3d.grid import Grid3D
 from megatron_ext.tools.grads import judge
 from tests.functional.linear3d_runs import BATCH, GPT, assert_ran, grid_flags, like_stock, seed, stock
+from tests.functional.parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, assert_gradients
 from tests.functional.runs import LLAMA, assert_close, train
-from tests.functional.test_stock_parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, assert_gradients
 
 full = pytest.mark.full
 

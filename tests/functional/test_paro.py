@@ -12,9 +12,9 @@ import pytest
 
 from megatron_ext.features import FEATURES
 from megatron_ext.paro.strategy import NAMES
+from tests.functional.parity import FULL_RECOMPUTE, PP, TP
 from tests.functional.paro_runs import AHEAD, GROUPS_OF_2, assert_ran, between_groups, like_stock, stock
 from tests.functional.runs import LLAMA, MODEL, SCRIPT, Run, assert_close, data, merged, read_record
-from tests.functional.test_stock_parity import FULL_RECOMPUTE, PP, TP
 from tests.ranks import run_ranks
 
 SP = "--sequence-parallel"

@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
+from tests.functional.parity import DISTOPT, OVERLAP, PP, TP
 from tests.functional.runs import LLAMA, SCRIPT, Run, assert_close, train
-from tests.functional.test_stock_parity import DISTOPT, OVERLAP, PP, TP
 from tests.functional.test_vocab_checkpoints import after
 
 full = pytest.mark.full

@@ -8,9 +8,9 @@ import torch
 from megatron_ext.paro.memory import GRADS_BEHIND, PARAMS_AHEAD
 from megatron_ext.paro.strategy import NAMES, Level, Strategy
 from megatron_ext.tools.memory import main as memory_tool
+from tests.functional.parity import FULL_RECOMPUTE, PP, TP
 from tests.functional.paro_runs import AHEAD, GROUPS_OF_2, assert_ran, script, seed, stock
 from tests.functional.runs import Run, assert_close, train
-from tests.functional.test_stock_parity import FULL_RECOMPUTE, PP, TP
 
 full = pytest.mark.full
 NO_CHECK = "--no-check-for-nan-in-loss-and-grad"

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_ext.grads import assemble
 from megatron_ext.tools.grads import judge
+from tests.functional.parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP, assert_parity
 from tests.functional.runs import LLAMA, Run, assert_close, seed_checkpoint, train
-from tests.functional.test_stock_parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP, assert_gradients
 from tests.functional.test_vocab_parallel import SP, references, training_flags  # noqa: F401  (a fixture)
 
 full = pytest.mark.full
@@ -118,10 +118,7 @@ def launch(references, tmp_path, schedule: str, mode: str, name: str) -> tuple[R
 @pytest.mark.parametrize(("schedule", "mode", "name"), PARAMS)
 def test_trains_like_stock(references, tmp_path, schedule, mode, name):  # noqa: F811
     stock, run = launch(references, tmp_path, schedule, mode, name)
-    assert_close(stock.losses(), run.losses(), 1e-5)
-    assert_close(stock.grad_norms(), run.grad_norms(), 1e-4)
-    assert_gradients(stock, run)
-    assert len(run.losses()) == 10
+    assert_parity(stock, run)
     _, world, p, t, flags = CASES[name]
     batch = int(flags[flags.index("--global-batch-size") + 1]) if "--global-batch-size" in flags else 8
     assert_ran(run, schedule, mode, world, p, batch * p * t // world)

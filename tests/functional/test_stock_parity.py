@@ -8,14 +8,9 @@ import functools
 
 import pytest
 
-from megatron_ext.grads import assemble
-from megatron_ext.tools.grads import judge
+from tests.functional.parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP, assert_gradients, assert_parity
 from tests.functional.runs import LLAMA, Run, assert_close, seed_checkpoint, train
 
-DISTOPT = ["--use-distributed-optimizer"]
-OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather"]
-FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
-PP, TP = "--pipeline-model-parallel-size", "--tensor-model-parallel-size"
 full = pytest.mark.full
 
 # name: world, flags, a kind of communication that this layout cannot do without (None: one rank)
@@ -81,19 +76,10 @@ def test_layout_trains_like_one_rank(references, tmp_path, arch, name):
     run = train(
         tmp_path, world, *ARCHITECTURES[arch], *seed, *flags, *check, "--ext-dump-grads", str(tmp_path)
     )
-    assert_close(reference.losses(), run.losses(), 1e-5)
-    assert_close(reference.grad_norms(), run.grad_norms(), 1e-4)
-    assert_gradients(reference, run)
-    assert len(run.losses()) == 10
+    assert_parity(reference, run)
     assert run.start()["features"] == []
     if kind:
         assert run.traffic(kind) > 0
-
-
-def assert_gradients(reference: Run, run: Run, tolerance: float = 5e-6) -> None:
-    verdict = judge(assemble(reference.folder), assemble(run.folder), tolerance)
-    assert verdict.largest > 0
-    assert verdict.within, str(verdict)
 
 
 @pytest.fixture(scope="module")

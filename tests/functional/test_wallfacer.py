@@ -17,9 +17,9 @@ from megatron_ext.grads import assemble
 from megatron_ext.tools.grads import judge
 from megatron_ext.wallfacer.options import Options
 from megatron_ext.wallfacer.tiles import Mask
+from tests.functional.parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP
 from tests.functional.paro_runs import freeze, script, seed, stock
 from tests.functional.runs import LLAMA, MODEL, SCRIPT, Run, assert_close, data, merged, read_record, train
-from tests.functional.test_stock_parity import DISTOPT, FULL_RECOMPUTE, OVERLAP, PP, TP
 from tests.functional.wallfacer_runs import assert_ran, flags_of, like_stock
 from tests.ranks import run_ranks
 

@@ -9,9 +9,9 @@ from megatron_ext.wallfacer.plan import make_plan
 from megatron_ext.wallfacer.sequence import whole
 from megatron_ext.wallfacer.tiles import CAUSAL, Mask
 from megatron_ext.wallfacer.volume import Cost, Shape, totals
-from tests.functional.paro_runs import script, seed, stock
-from tests.functional.runs import LLAMA, Run, assert_close, train
-from tests.functional.test_stock_parity import assert_gradients
+from tests.functional.parity import assert_parity
+from tests.functional.paro_runs import checked, seed, stock
+from tests.functional.runs import LLAMA, Run
 
 SEQ, HEADS, HEAD_DIM, LAYERS, BATCH = 32, 4, 16, 4, 8
 
@@ -39,18 +39,10 @@ def like_stock(
     bytes and its replicas after every step.
     """
     reference = stock(tuple(arch), tuple(training), seeded=True, patch=patch)
-    run = train(
-        folder,
-        world,
-        *(*arch, *seed(tuple(arch)), *training, *flags),
-        *("--ext-check", check, "--ext-dump-grads", str(folder)),
-        script=script(patch),
-        timeout=timeout,
+    run = checked(
+        folder, world, *arch, *seed(tuple(arch)), *training, *flags, check=check, patch=patch, timeout=timeout
     )
-    assert len(run.losses()) == 10
-    assert_close(reference.losses(), run.losses(), 1e-5)
-    assert_close(reference.grad_norms(), run.grad_norms(), 1e-4)
-    assert_gradients(reference, run)
+    assert_parity(reference, run)
     return run
 
 

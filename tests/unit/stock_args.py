@@ -4,7 +4,11 @@
 """
 
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from megatron_ext import rules
 
 DEFAULTS: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
@@ -141,3 +145,32 @@ def nothing_given(**changes: Any) -> Namespace:
 def gpt(**changes: Any) -> Namespace:
     """A job that no rule objects to, with some entries changed."""
     return nothing_given(**(GPT | changes))
+
+
+@dataclass(frozen=True)
+class Job:
+    """Jobs of one feature, to try its rules on."""
+
+    rules: Sequence[rules.Rule]
+    stock: Mapping[str, Any]
+    """Entries of `GPT` and `DEFAULTS` that all its jobs change."""
+    ours: Mapping[str, Any]
+    """Its flags, and options that only its rules read."""
+
+    def arguments(self, **changes: Any) -> Namespace:
+        """The job, with some entries changed."""
+        known = {name: value for name, value in changes.items() if name not in self.ours}
+        args = gpt(**(self.stock | known))
+        for name, value in (self.ours | changes).items():
+            setattr(args, name, value)
+        return args
+
+    def problems(self, **changes: Any) -> list[str]:
+        """What the rules say of it."""
+        return rules.run(self.arguments(**changes), self.rules)
+
+    def only(self, **changes: Any) -> str:
+        """The one thing that they say."""
+        found = self.problems(**changes)
+        assert len(found) == 1, found
+        return found[0]

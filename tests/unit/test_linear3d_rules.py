@@ -11,7 +11,7 @@ from megatron_ext.linear3d.groups import GROUPS, linear3d_groups
 from megatron_ext.linear3d.install import sum_of
 from megatron_ext.linear3d.rules import RULES, flags_need_the_grid
 from megatron_ext.vocab.config import VocabConfig
-from tests.unit.stock_args import gpt
+from tests.unit.stock_args import Job
 
 OTHERS = {
     **dict.fromkeys(linear3d._REFUSED, None),
@@ -31,10 +31,10 @@ OTHERS = {
 } | {name: value for name, value in vars(VocabConfig()).items() if name != "vocab_parallel"}
 
 
-def arguments(**changes):
-    """A GPT job on a grid of 2 x 2 x 2, with some entries changed."""
-    ours = vars(Linear3dConfig(linear_3d=["2", "2", "2"])) | OTHERS
-    defaults = {
+# A grid of 2 x 2 x 2.
+JOB = Job(
+    RULES,
+    {
         "world_size": 8,
         "tensor_model_parallel_size": 8,
         "num_layers": 4,
@@ -43,22 +43,10 @@ def arguments(**changes):
         "seq_length": 32,
         "max_position_embeddings": 32,
         "micro_batch_size": 2,
-    }
-    stock = {name: value for name, value in changes.items() if name not in ours}
-    args = gpt(**(defaults | stock))
-    for name, value in (ours | changes).items():
-        setattr(args, name, value)
-    return args
-
-
-def problems(**changes):
-    return rules.run(arguments(**changes), RULES)
-
-
-def only(**changes):
-    found = problems(**changes)
-    assert len(found) == 1, found
-    return found[0]
+    },
+    vars(Linear3dConfig(linear_3d=["2", "2", "2"])) | OTHERS,
+)
+arguments, problems, only = JOB.arguments, JOB.problems, JOB.only
 
 
 def grid(*sizes):

@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from megatron_ext import features, rules
+from megatron_ext import features
 from megatron_ext.paro import rules as paro
 from megatron_ext.paro.config import ParoConfig
 from megatron_ext.paro.groups import group_size, paro_groups, rank_lists, statistics_groups
 from megatron_ext.paro.install import announcement, paro_agreement
 from megatron_ext.paro.rules import RULES, flags_need_the_strategy
 from megatron_ext.paro.strategy import NAMES, Level, why_not
-from tests.unit.stock_args import gpt
+from tests.unit.stock_args import Job
 
 REFUSED, READ_BETWEEN = paro._REFUSED, paro._READ_BETWEEN
 # Options that only these rules read.
@@ -26,24 +26,13 @@ OTHERS = {
 WHOLE = "reads whole ones between steps"
 
 
-def arguments(**changes):
-    """A GPT job with PaRO on 8 ranks in groups of 4, with some entries changed."""
-    ours = vars(ParoConfig(paro_strategy="IIG", paro_group_size=4)) | OTHERS
-    stock = {name: value for name, value in changes.items() if name not in ours}
-    args = gpt(**({"world_size": 8} | stock))
-    for name, value in (ours | changes).items():
-        setattr(args, name, value)
-    return args
-
-
-def problems(**changes):
-    return rules.run(arguments(**changes), RULES)
-
-
-def only(**changes):
-    found = problems(**changes)
-    assert len(found) == 1, found
-    return found[0]
+# PaRO on 8 ranks in groups of 4.
+JOB = Job(
+    RULES,
+    {"world_size": 8},
+    vars(ParoConfig(paro_strategy="IIG", paro_group_size=4)) | OTHERS,
+)
+arguments, problems, only = JOB.arguments, JOB.problems, JOB.only
 
 
 # --- rules -------------------------------------------------------------------------------------------------

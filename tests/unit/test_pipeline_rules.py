@@ -9,19 +9,21 @@ from megatron_ext.pipeline.rules import RULES, flags_need_auto
 from megatron_ext.rules_training import traced_step_has_a_schedule
 from megatron_ext.vocab.config import VocabConfig
 from megatron_ext.vocab.rules import interleaving_has_our_schedule
-from tests.unit.stock_args import gpt
+from tests.unit.stock_args import Job
 
 EVERY = (*RULES, flags_need_auto)
 
 
+# 8 layers on 2 stages with the local layers.
+JOB = Job(
+    EVERY,
+    {"pipeline_model_parallel_size": 2, "world_size": 2, "transformer_impl": "local"},
+    vars(PipelineConfig(pipeline_schedule="v-half")) | vars(VocabConfig()) | vars(ParoConfig()),
+)
+
+
 def arguments(schedule: str = "v-half", **changes):
-    """A GPT job of 8 layers on 2 stages with the local layers, with some entries changed."""
-    ours = vars(PipelineConfig(pipeline_schedule=schedule)) | vars(VocabConfig()) | vars(ParoConfig())
-    stock = {name: value for name, value in changes.items() if name not in ours}
-    args = gpt(**({"pipeline_model_parallel_size": 2, "world_size": 2, "transformer_impl": "local"} | stock))
-    for name, value in (ours | changes).items():
-        setattr(args, name, value)
-    return args
+    return JOB.arguments(pipeline_schedule=schedule, **changes)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,10 @@ import math
 
 import pytest
 
-from megatron_ext import rules
 from megatron_ext.schedules.costs import Costs
 from megatron_ext.vocab.config import VocabConfig
 from megatron_ext.vocab.rules import RULES, flags_need_the_mode
-from tests.unit.stock_args import gpt
+from tests.unit.stock_args import Job
 
 # Options that only these rules read.
 OTHERS = {
@@ -20,24 +19,13 @@ OTHERS = {
 }
 
 
-def arguments(**changes):
-    """A GPT job with vocabulary parallelism on 4 stages, with some entries changed."""
-    ours = vars(VocabConfig(vocab_parallel="vocab-2")) | OTHERS
-    stock = {name: value for name, value in changes.items() if name not in ours}
-    args = gpt(**({"pipeline_model_parallel_size": 4, "world_size": 4} | stock))
-    for name, value in (ours | changes).items():
-        setattr(args, name, value)
-    return args
-
-
-def problems(**changes):
-    return rules.run(arguments(**changes), RULES)
-
-
-def only(**changes):
-    found = problems(**changes)
-    assert len(found) == 1, found
-    return found[0]
+# Vocabulary parallelism on 4 stages.
+JOB = Job(
+    RULES,
+    {"pipeline_model_parallel_size": 4, "world_size": 4},
+    vars(VocabConfig(vocab_parallel="vocab-2")) | OTHERS,
+)
+arguments, problems, only = JOB.arguments, JOB.problems, JOB.only
 
 
 @pytest.mark.parametrize("mode", ["naive", "vocab-1", "vocab-2", "interlaced"])

@@ -12,7 +12,7 @@ from megatron_ext.wallfacer.config import WallfacerConfig
 from megatron_ext.wallfacer.install import geometry_of, options_of, wallfacer_describe, wallfacer_groups
 from megatron_ext.wallfacer.options import Options
 from megatron_ext.wallfacer.rules import RULES, flags_need_the_comm_type
-from tests.unit.stock_args import gpt
+from tests.unit.stock_args import Job
 
 REFUSED = wallfacer._REFUSED
 # Options that only these rules read.
@@ -31,24 +31,13 @@ OTHERS = {
 }
 
 
-def arguments(**changes):
-    """A GPT job in bf16 with WallFacer on 8 context-parallel ranks, with some entries changed."""
-    ours = vars(WallfacerConfig(wallfacer_team_size="2")) | OTHERS
-    stock = {name: value for name, value in changes.items() if name not in ours}
-    args = gpt(**({"world_size": 8, "context_parallel_size": 8, "bf16": True} | stock))
-    for name, value in (ours | changes).items():
-        setattr(args, name, value)
-    return args
-
-
-def problems(**changes):
-    return rules.run(arguments(**changes), RULES)
-
-
-def only(**changes):
-    found = problems(**changes)
-    assert len(found) == 1, found
-    return found[0]
+# WallFacer in bf16 on 8 context-parallel ranks.
+JOB = Job(
+    RULES,
+    {"world_size": 8, "context_parallel_size": 8, "bf16": True},
+    vars(WallfacerConfig(wallfacer_team_size="2")) | OTHERS,
+)
+arguments, problems, only = JOB.arguments, JOB.problems, JOB.only
 
 
 @pytest.mark.parametrize(
