@@ -1,9 +1,8 @@
 """Chunks in a V: which layers, embedding and output layer stock builds where.
 
-Stock builds the chunks of an interleaved pipeline, chunk c of rank r as stage c p + r. In a V, chunk 1
-of rank
-r is stage 2 p - 1 - r: what stock would build on rank p - 1 - r. So wherever stock asks for the rank with
-regard to chunk 1, it gets the mirrored one.
+Stock builds the chunks of an interleaved pipeline, chunk c of rank r as stage c p + r. In a V, chunk 1 of
+rank r is stage 2 p - 1 - r: what stock would build on rank p - 1 - r. So wherever stock asks for the rank
+with regard to chunk 1, it gets the mirrored one.
 """
 
 import functools

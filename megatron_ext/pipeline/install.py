@@ -40,7 +40,7 @@ def _name(flags: Namespace) -> str:
 
 def plan_of(flags: Namespace) -> Any:
     """Which schedule runs, once `adjust_pipeline` has decided."""
-    from megatron_ext.pipeline.schedule import Plan
+    from megatron_ext.pipeline.plan import Plan
     from megatron_ext.schedules.costs import Costs
 
     vocab = flags.vocab_parallel
@@ -214,7 +214,8 @@ def _schedule_patch(context: "Context") -> Patch:
 
 
 def _schedule(flags: Namespace, registry: Any) -> Any:
-    from megatron_ext.pipeline.schedule import FEATURE, PipelineSchedule, make_runtime
+    from megatron_ext.pipeline.plan import make_runtime
+    from megatron_ext.pipeline.schedule import FEATURE, PipelineSchedule
     from megatron_ext.record import on_gpu
 
     plan = plan_of(flags)

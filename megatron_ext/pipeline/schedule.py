@@ -9,12 +9,10 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules as stock
-from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.distributed import ProcessGroup
 
@@ -22,56 +20,19 @@ from megatron_ext import traffic
 from megatron_ext.groups import device_of
 from megatron_ext.hooks import bound
 from megatron_ext.pipeline import reports
+from megatron_ext.pipeline.models import as_list, device_of_model, half_module, iterators_of, weights_of_b
 from megatron_ext.pipeline.passes import Job, Step, TransformerPasses
+from megatron_ext.pipeline.plan import Plan
 from megatron_ext.pipeline.sync import GradientSync
 from megatron_ext.pipeline.volume import transfer_bytes
 from megatron_ext.pipeline.weights import WeightGradients
-from megatron_ext.schedules.build import Schedule, build, build_listed
 from megatron_ext.schedules.check import checked
-from megatron_ext.schedules.costs import Costs
-from megatron_ext.schedules.families import family
-from megatron_ext.schedules.links import Boundary, Links
+from megatron_ext.schedules.links import Boundary
 from megatron_ext.schedules.lower import Program
 from megatron_ext.schedules.runtime import Runtime
-from megatron_ext.schedules.search import Recipe
 from megatron_ext.schedules.trace import StepTrace
 
 FEATURE = "pipeline"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which schedule runs."""
-
-    pipeline: str
-    chunks: int
-    vocab: str = "off"
-    costs: Costs | None = None
-    """For orders made from measured times; None: the static order."""
-    recipe: Recipe | None = None
-    """What `auto` has found."""
-    overlap: bool = True
-
-    @property
-    def place(self):
-        """Where the stages live is known once the number of ranks is."""
-        return functools.partial(family(self.pipeline).placement, chunks=self.chunks)
-
-    def schedule(self, p: int, m: int, forward_only: bool) -> Schedule:
-        """The schedule of `m` microbatches on `p` ranks."""
-        if self.recipe is not None:
-            return self.recipe.build(p, m, self.vocab, self.costs or Costs(), forward_only)
-        chunks = self.chunks if family(self.pipeline).chunks is None else None
-        options = {"pipeline": self.pipeline, "vocab": self.vocab, "chunks": chunks}
-        if self.costs is None:
-            return build(p, m, forward_only=forward_only, **options)
-        return build_listed(p, m, costs=self.costs, forward_only=forward_only, **options)
-
-    def flags(self) -> str:
-        """How a user asks for it."""
-        words = [] if self.pipeline == "1f1b" else [f"--pipeline-schedule {self.pipeline}"]
-        words += [] if self.vocab == "off" else ["--vocab-parallel"]
-        return " ".join(words) or "--pipeline-schedule 1f1b"
 
 
 class PipelineSchedule:
@@ -171,7 +132,7 @@ class PipelineSchedule:
         """Fields of a `Job`."""
         place = self.plan.place(self._pipe.size())
         if self._weights is not None:
-            self._weights.kept = _weights_of_b(models)
+            self._weights.kept = weights_of_b(models)
         half = [module for model in models if (module := half_module(model)) is not None]
         if place.vee:
             for module in half:
@@ -228,7 +189,7 @@ class PipelineSchedule:
             tp_group=inner.pg_collection.tp,
             cp_group=inner.pg_collection.cp,
         )
-        device = device_of_model(job)
+        device = device_of_model(job.models)
         self._boundary = Boundary(tuple(shape), config.pipeline_dtype or config.params_dtype, device)
         sync = GradientSync(config, job)
         passes = self.make_passes(job, call, sync)
@@ -281,7 +242,8 @@ class PipelineSchedule:
             if rank == source:
                 reports.send((step.losses, step.num_tokens), target, self._pipe)
                 return []
-            step.losses, step.num_tokens = reports.receive(source, self._pipe, device_of_model(self._job))
+            device = device_of_model(self._job.models)
+            step.losses, step.num_tokens = reports.receive(source, self._pipe, device)
         return step.losses
 
     def _agree(self, program: Program) -> None:
@@ -333,7 +295,7 @@ class PipelineSchedule:
             total = step.num_tokens
             if total is None:  # stock broadcasts the last stage's number
                 total = torch.zeros([], dtype=torch.int)
-            total = total.to(device_of_model(job))
+            total = total.to(device_of_model(job.models))
         groups = call["pg_collection"] or stock._build_default_pg_collection()
         config.finalize_model_grads_func(
             job.models, total, pg_collection=groups, force_all_reduce=call["force_all_reduce"]
@@ -348,59 +310,3 @@ def choose(schedule: Callable[[], PipelineSchedule], original: Callable) -> Call
         return schedule()
 
     return get_forward_backward_func
-
-
-def make_runtime(registry: Any, plan: Plan, pipe: ProcessGroup, *, feature: str, on_gpu: bool) -> Runtime:
-    """Links and lanes of this rank; collective."""
-    from megatron_ext.pipeline.links import link_names
-    from megatron_ext.schedules.lane import make_lane
-
-    place = plan.place(pipe.size())
-    groups = {key: registry[name] for key, name in link_names(place).items()}
-    links = Links(groups, place, feature=feature, overlap=plan.overlap, on_gpu=on_gpu)
-    return Runtime(pipe.rank(), links, make_lane("comm", overlap=plan.overlap, on_gpu=on_gpu))
-
-
-def as_list(value: Any) -> list[Any]:
-    """Stock passes one model, iterator or function as it is, or in a list."""
-    return value if isinstance(value, list) else [value]
-
-
-def iterators_of(call: dict[str, Any], chunks: int) -> list[Any]:
-    """Data iterators by chunk; stages without data have None."""
-    found = call["data_iterator"]
-    return found if isinstance(found, list) else [found] * chunks
-
-
-def half_module(model: Any) -> Any:
-    """The wrapper that makes the model run in 16 bits, None without one."""
-    while hasattr(model, "module"):
-        if isinstance(model, Float16Module):
-            return model
-        model = model.module
-    return None
-
-
-def device_of_model(job: Job) -> torch.device:
-    """Where the model's parameters are."""
-    for model in job.models:
-        for parameter in model.parameters():
-            return parameter.device
-    return torch.device("cpu")
-
-
-def _weights_of_b(models: list[Any]) -> set[int]:
-    """Ids of weights whose gradients are made in B.
-
-    Those of the embedding, since autograd adds up what embedding and output layer give where they share it.
-    And the output layer's: what it would leave for W is the gradient of a microbatch's whole logits.
-    """
-    found = set()
-    for model in models:
-        inner = unwrap_model(model)
-        embedding = getattr(getattr(inner, "embedding", None), "word_embeddings", None)
-        for layer in (embedding, getattr(inner, "output_layer", None)):
-            weight = getattr(layer, "weight", None)
-            if weight is not None:
-                found.add(id(weight))
-    return found

@@ -12,7 +12,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext import traffic
 from megatron_ext.groups import device_of
-from megatron_ext.pipeline.schedule import PipelineSchedule, Plan, iterators_of, make_runtime
+from megatron_ext.pipeline.models import iterators_of
+from megatron_ext.pipeline.plan import Plan, make_runtime
+from megatron_ext.pipeline.schedule import PipelineSchedule
 from megatron_ext.pipeline.sync import GradientSync
 from megatron_ext.pipeline.weights import WeightGradients
 from megatron_ext.schedules.links import Boundary
