@@ -86,7 +86,7 @@ MODELS = {
     "every-other-window": (1, 1, [*LLAMA, "--window-size", "3,0", "--window-attn-skip-freq", "2"], None),
     "off-by-one": (2, 2, [*LLAMA, "--softmax-type", "off-by-one"], {}),
     "sink": (2, 1, [*LLAMA, *LEARNED], {}),
-    "scale": (2, 2, [*LLAMA, "--softmax-scale", "0.5"], {}),
+    "scale": (2, 2, [*LLAMA, "--use-mup"], {}),  # 1 / d instead of 1 / sqrt(d)
     "layer-scaling": (1, 2, [*LLAMA, "--apply-query-key-layer-scaling"], {}),
     "qk-norm": (2, 1, [*LLAMA, "--qk-layernorm"], {}),
     "per-token-loss": (2, 1, [*LLAMA, "--calculate-per-token-loss"], {}),
