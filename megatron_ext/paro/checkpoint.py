@@ -149,8 +149,8 @@ def load_request(optimizer: Any, model_state: dict, metadata: Mapping | None) ->
     if written_by not in (None, _RESHARDABLE):
         raise ValueError(
             f"this checkpoint holds optimizer states as the distributed optimizer's {written_by} buffers, "
-            "which follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable, "
-            "or load it with --no-load-optim."
+            "which follow its own layout. Save it in the stock run with --dist-ckpt-optim-fully-reshardable "
+            "(a run that goes on from this one can, and one step is enough), or load it with --no-load-optim."
         )
     if _layers_differ(optimizer.model_chunks) and not (metadata or {}).get(_BY_LAYER, False):
         raise ValueError(

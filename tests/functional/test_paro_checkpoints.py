@@ -220,9 +220,27 @@ def test_buffers_of_the_distributed_optimizer_are_refused(tmp_path):
     assert not refused.losses()
     for rank in refused.ranks:
         assert "optimizer states as the distributed optimizer's dp_reshardable buffers" in rank.error
-        assert "--dist-ckpt-optim-fully-reshardable, or load it with --no-load-optim" in rank.error
+        assert "--dist-ckpt-optim-fully-reshardable (a run that goes on from this one can" in rank.error
+        assert "or load it with --no-load-optim" in rank.error
     weights = run(tmp_path / "c", "NIG", *resume, "--no-load-optim", steps=2)
     assert sorted(weights.losses()) == [2]
+
+
+@full
+def test_stock_rewrites_buffers_by_parameter(tmp_path):
+    """What the refusal says to do: one step of stock with the flag, and ours goes on."""
+    buffers, named = str(tmp_path / "buffers"), str(tmp_path / "named")
+    straight = run(
+        tmp_path / "a", "stock-distopt", *PRECISE, "--save", buffers, "--save-interval", "2", steps=6
+    )
+    resume = ["--load", buffers, "--ckpt-step", "2", "--no-load-rng"]
+    save = ["--save", named, "--save-interval", "1", "--exit-interval", "1", BY_PARAMETER]
+    run(tmp_path / "b", "stock-distopt", *PRECISE, *resume, *save, steps=6)
+    ours = run(tmp_path / "c", "NIG", *PRECISE, "--load", named, "--no-load-rng", BY_PARAMETER, steps=6)
+    assert_paro(ours)
+    assert sorted(ours.losses()) == [4, 5, 6]
+    assert_close(after(3, straight.losses()), ours.losses(), 1e-5)
+    assert_close(after(3, straight.grad_norms()), ours.grad_norms(), 1e-4)
 
 
 def test_checkpoints_that_are_written_beside_training(tmp_path):
