@@ -3,14 +3,14 @@
     python scripts/bench/schedules.py a100                               # every row of the A100 table
     python scripts/bench/schedules.py paced --output out/schedules       # 8 and 16 stages, about 10 min
     python scripts/bench/schedules.py paced -p 4 --forward-ms 10         # a small one, seconds
-    python scripts/bench/schedules.py balance                            # memory and compute by rank
+    python scripts/bench/schedules.py balance                            # memory and compute by rank, 11 min
 
 `a100` searches a schedule for the published pass times of 8 A100 GPUs (scripts/bench/validate_simulator.py
 describes them); backward passes are split half and half. `paced` runs real schedules, runtime and
 communication with passes that sleep; it fails where a time is more than 5 % off the simulated one, the order
 of schedules is another, or more than a tenth of the time was not slept. `balance` trains with
-`pretrain_gpt.py` and a vocabulary of 256,000 on CPU and compares the ranks: planned and measured memory at
-the peak, and the time of all passes; it fails where they differ by 2 % or more in V-Half with vocab-2.
+`pretrain_gpt.py` and a vocabulary of 256,000 on one core and compares the ranks: planned and measured memory
+at the peak, and the time of all passes; it fails where they differ by 2 % or more in V-Half with vocab-2.
 """
 
 import argparse
@@ -280,12 +280,15 @@ def balance_once(args: argparse.Namespace, schedule: str, mode: str) -> tuple[di
     """What to compare, by rank: bytes in MiB, and seconds of a step; and the latter by pass.
 
     Times are processor times of the thread that runs the passes, since ranks share cores: the median of a
-    pass (F of chunk 0, S, ...) over microbatches and rounds, times their number, summed over passes. Rounds
-    count because a pass of one run can be some percent off in all of its microbatches: where its memory
-    happens to lie does not change before the processes end.
+    pass (F of chunk 0, S, ...) over microbatches and rounds, times their number, summed over passes. Ranks
+    take turns on one core: on two, a pass takes longer while another rank computes, and who computes beside
+    whom follows from the schedule, not from the work. Rounds count because a pass of one run can be some
+    percent off in all of its microbatches: where its memory happens to lie does not change before the
+    processes end.
     """
     from tests.functional.runs import train
 
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     p, sequence = args.stages, args.sequence
     flags = (
         f"--num-layers {2 * p} --hidden-size {args.hidden} --seq-length {sequence} "
