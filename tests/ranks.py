@@ -68,7 +68,7 @@ def preload() -> None:
     add_megatron_arguments(argparse.ArgumentParser())
 
 
-PORTS = range(20000, 32000)
+PORTS = range(20000, 29000)
 """Below those that the kernel gives to outgoing connections, which would take one between probe and use."""
 
 
