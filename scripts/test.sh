@@ -2,7 +2,7 @@
 # Sets up the environment, then runs the checks: ruff, and pytest on CPU (no GPU needed).
 #
 #   bash scripts/test.sh                     a covering subset of all cases (under 20 minutes on 2 cores)
-#   bash scripts/test.sh --full              every case (more than an hour)
+#   bash scripts/test.sh --full              every case (two to three hours on 2 cores)
 #   bash scripts/test.sh tests/unit -k rule  anything else goes to pytest as it is
 set -Eeuo pipefail
 script_name="test"
